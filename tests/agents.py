@@ -1,4 +1,4 @@
-"""Agents as somebody has written them already, with the `openai` package as it is."""
+"""Agents as users write them, with the unmodified `openai` package."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def user(text):
 
 
 def solve(row, client):
-    """What the row says."""
+    """Run the function that the row names."""
     return globals()[row.get("does", "talks")](row, client)
 
 
 def talks(row, client):
-    """Three turns. What was heard of the policy is the reward: its characters, and the tokens that are counted."""
+    """Take three turns. The reward is the number of characters of the policy plus a hundredth of the counted tokens."""
     messages, worth = [user(row["question"])], 0.0
     for turn in range(row.get("turns", 3)):
         answer = asks(client, messages)
@@ -37,7 +37,7 @@ def talks(row, client):
 
 
 def rewrites(row, client):
-    """After two turns the first question is another one; all else stays, and is gone on with."""
+    """Replace the first question after two turns, and continue with an otherwise unchanged history."""
     messages = [user(row["question"])]
     for turn in range(4):
         messages += [asks(client, messages).choices[0].message, user(f"{turn}?")]
@@ -47,7 +47,7 @@ def rewrites(row, client):
 
 
 def forks(row, client):
-    """A child that exits and one that comes back; the reward says how they ended."""
+    """Fork a child that exits and one that returns. The reward encodes how they ended."""
     asks(client, [user("a")])
     ended = []
     for exits in (True, False):
@@ -114,7 +114,7 @@ def never_gives_up(row, client):
 
 
 def floods(row, client):
-    """Many requests at a time; the reward is how many of them said something."""
+    """Send many requests concurrently. The reward is how many of them got tokens."""
     heard = []
 
     def ask(number):
@@ -130,7 +130,7 @@ def floods(row, client):
 
 
 def leaves_a_request(row, client):
-    """Returns while the policy still speaks."""
+    """Return while the policy still generates."""
     threading.Thread(target=lambda: asks(client, [user("a")]), daemon=True).start()
     time.sleep(row["seconds"])
     return 0.5
@@ -149,7 +149,7 @@ TOOLS = [
 
 
 def has_tools(row, client):
-    """An agent with tools, and afterwards without: the last is another history."""
+    """Talk with tools. The last request has no tools, so it counts as another history."""
     messages = [user("2*3?")]
     first = asks(client, messages, tools=TOOLS).choices[0]
     assert first.finish_reason == "tool_calls"
@@ -170,7 +170,7 @@ def has_tools(row, client):
 
 
 def puts_words_into_its_mouth(row, client):
-    """Goes on behind what the policy has not said, and from what it has said last."""
+    """Continue after an answer that the policy did not give, and then after its last own answer."""
     messages = [user("a"), asks(client, [user("a")]).choices[0].message]
     messages += [{"role": "assistant", "content": "b"}, user("c")]
     messages.append(asks(client, messages).choices[0].message)
@@ -195,7 +195,7 @@ def streams(row, client):
 
 
 def is_limited(row, client):
-    """Asks for a few tokens, then for as many as there may be."""
+    """Ask for two tokens, then for as many as allowed."""
     few = asks(client, [user("a")], max_completion_tokens=2)
     many = asks(client, [user("b")])
     assert (few.choices[0].finish_reason == "length") == (few.usage.completion_tokens == 2)
@@ -203,7 +203,7 @@ def is_limited(row, client):
 
 
 def is_mistaken(row, client):
-    """What cannot be answered is refused in a line, and what can goes on."""
+    """Send invalid requests, each of which is refused with a message, and then a valid one."""
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{"}}
     wrong = (
@@ -232,7 +232,7 @@ def is_mistaken(row, client):
 
 
 def draws(row, client):
-    """By the random numbers of Python, and a place in the file of the run's environment."""
+    """Draw from Python's random numbers."""
     import random  # noqa: PLC0415
 
     asks(client, [user("ab"[random.randrange(2)] * random.randrange(1, 9) + "+")])
@@ -240,7 +240,7 @@ def draws(row, client):
 
 
 async def together(row, client):
-    """Asynchronous, with its own client from the environment beside the one that it is given."""
+    """Use an own asynchronous client from the environment and the given one concurrently."""
     own = openai.AsyncOpenAI(max_retries=0)
     assert str(own.base_url) == str(client.base_url)
     both = await asyncio.gather(*(one.chat.completions.create(model="", messages=[user("a")]) for one in (client, own)))

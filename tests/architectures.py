@@ -1,4 +1,4 @@
-"""Small models of every architecture that our decoder computes, a ragged batch, and log-probs by all logits."""
+"""Small models of every architecture that our decoder supports, a ragged batch, and log-probs from full logits."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ FAMILY = {
     "qwen3, biases, a window above": lambda: qwen(8, 4, 16, tied=True, newer=True, attention_bias=True, **WINDOW),
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-"""Shorter than two of the three prompts of `batch_of`; the first layer of three has none."""
+"""The window is shorter than two of the three prompts of `batch_of`, and the first of the three layers has none."""
 
 
 def qwen(heads, key_heads, head_size, tied, newer=False, **settings):
-    """As the checkpoints of that size have it, with less in each dimension: Qwen2.5 is Qwen2, and from Qwen3 on heads
-    are wider than the hidden size divided by them.
+    """Return a model like the checkpoints of that size, with smaller dimensions. Qwen2.5 is Qwen2, and from Qwen3 on
+    heads are wider than the hidden size divided by their number.
     """
     shape = {
         **SMALL,
@@ -91,10 +91,10 @@ def qwen(heads, key_heads, head_size, tied, newer=False, **settings):
 
 
 def model_of(name):
-    """Every parameter at random: initialisers leave biases at 0 and norms at 1."""
+    """Return a model whose parameters are all random: initializers leave biases at 0 and norms at 1."""
     torch.manual_seed(0)
     model = FAMILY[name]().eval()
-    model.model.embed_tokens.padding_idx = None  # else transformers drops the gradient of a token that pads
+    model.model.embed_tokens.padding_idx = None  # otherwise transformers drops the gradient of the padding token
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 1:
@@ -103,7 +103,9 @@ def model_of(name):
 
 
 def adapted(name, dtype, **how):
-    """As `policy.load` has it: a base in the compute dtype, an adapter in fp32, no part of it at 0."""
+    """Return a policy as `policy.load` does: base in the compute dtype, adapter in fp32, and no part of the adapter is
+    0.
+    """
     model = model_of(name).to(dtype)
     adapter = add_adapter(model, 4)
     torch.manual_seed(1)
@@ -115,7 +117,7 @@ def adapted(name, dtype, **how):
 
 
 def batch_of(lengths=((7, 1, 12), (1, 1, 1), (3, 12, 5)), prompts=(5, 9, 2)) -> Batch:
-    """Ragged: prompts and completions of many lengths, one of them only a token."""
+    """Return a ragged batch: prompts and completions of many lengths, one of them a single token."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(n):
@@ -129,11 +131,11 @@ def batch_of(lengths=((7, 1, 12), (1, 1, 1), (3, 12, 5)), prompts=(5, 9, 2)) -> 
 
 
 VANISHING = 1e-7
-"""Of a loss whose gradients fp16 rounds to 0."""
+"""The size of a loss whose gradients fp16 rounds to 0."""
 
 
 def weighted(policy, size):
-    """A loss with a gradient of that size."""
+    """Return a loss with a gradient of that size."""
     torch.manual_seed(2)
     batch = batch_of()
     weights = size * torch.randn(batch.response_mask.shape) * batch.response_mask
@@ -142,13 +144,13 @@ def weighted(policy, size):
 
 
 def sequences(batch):
-    """Whole token sequences, and where the response starts."""
+    """Return whole token sequences, and where each response starts."""
     rows = zip(batch.prompt_indices.tolist(), batch.response_ids, batch.response_mask.sum(-1).tolist(), strict=True)
     return [(list(batch.prompt_ids[p]) + ids[:n].tolist(), len(batch.prompt_ids[p])) for p, ids, n in rows]
 
 
 def plain_logprobs(model, batch) -> Tensor:
-    """[N], a row at a time, from all logits."""
+    """Return [N] log-probs, computed row by row from full logits."""
     logprobs = []
     for ids, start in sequences(batch):
         tokens = torch.tensor(ids)

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers, made here: no network, no files."""
+"""Shared fixtures, and tiny models and tokenizers that need no network and no files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-gc.disable()  # until all tests are collected: what is imported until then stays, and is not looked through
+gc.disable()  # until all tests are collected: objects imported until then are permanent and need not be scanned
 
 import hypothesis
 import pytest
@@ -36,13 +36,13 @@ from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
 from pellucid.utils import text
 
-# The same examples in every run, none kept in files, and no limit by the clock.
+# Every run has the same examples, stores none of them in files, and has no time limit per example.
 hypothesis.settings.register_profile("suite", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
 def mostly_slow(cases, every):
-    """Parameters of a test of which the default run takes the first of each `every`; the others are marked as slow."""
+    """Return test parameters of which only the first of each `every` runs by default. The others are marked as slow."""
 
     def slow(case):
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
@@ -61,7 +61,9 @@ VOCAB = EOS + 1
 
 
 def character_tokenizer(characters: str = CHARACTERS, size: int = 0) -> PreTrainedTokenizerFast:
-    """One token a character, and pad == eos as many checkpoints ship it; further words where `size` tokens are more."""
+    """Return a tokenizer with one token per character and pad == eos, as in many checkpoints, and filler words up to
+    `size`.
+    """
     known = [*characters, "<eos>"]
     vocab = {token: i for i, token in enumerate([*known, *(f" word{i}" for i in range(len(known), size))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
@@ -71,7 +73,7 @@ def character_tokenizer(characters: str = CHARACTERS, size: int = 0) -> PreTrain
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that every text can be said, and a turn between two special tokens."""
+    """Return a tokenizer with one token per byte, for any text, and two special tokens around a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +84,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_llama_of(tokenizer: PreTrainedTokenizerFast, positions: int = 4096) -> PreTrainedModel:
-    """A model for this tokenizer."""
+    """Return a tiny Llama for this tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -131,10 +133,11 @@ KERNEL_SHAPE = {
     "tie_word_embeddings": True,
     "initializer_range": 0.3,
 }
-"""The smallest shape that every compiled kernel computes: heads of 64, widths that are multiples of 32, and a
+"""The smallest shape that every compiled kernel supports: heads of 64, widths that are multiples of 32, and a
 vocabulary that is a multiple of 16.
 
-Tests that compare runs across settings use it in bfloat16: at smaller heads torch's operators compute everything.
+Tests that compare runs across settings use it in bfloat16, because with smaller heads torch's operators compute
+everything.
 """
 
 
@@ -143,7 +146,7 @@ def kernel_llama() -> PreTrainedModel:
 
 
 def kernel_qwen() -> PreTrainedModel:
-    """With biases of attention, as Qwen2.5 has them."""
+    """Return a model with attention biases, like Qwen2.5."""
     model = Qwen2ForCausalLM(Qwen2Config(**KERNEL_SHAPE))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -152,7 +155,7 @@ def kernel_qwen() -> PreTrainedModel:
 
 
 def tiny_gpt2(dropout: float = 0.5) -> PreTrainedModel:
-    """Absolute positions and, unless told otherwise, dropout everywhere."""
+    """Return a model with absolute positions and, by default, dropout everywhere."""
     config = GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -171,7 +174,7 @@ def tiny_gpt2(dropout: float = 0.5) -> PreTrainedModel:
 
 
 def tiny_gemma() -> PreTrainedModel:
-    """Sliding-window layers shorter than the prompts, and a soft-capped head."""
+    """Return a model with sliding windows shorter than the prompts, and a soft-capped head."""
     config = Gemma3TextConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -205,7 +208,7 @@ def make_policy(
     gradient_checkpointing: bool = False,
     engine: str = "auto",
 ) -> Policy:
-    """In bfloat16 "llama" has the shape that compiled kernels compute, as every model of users has."""
+    """Return a policy. In bfloat16, "llama" has the shape that compiled kernels support, like real models."""
     torch.manual_seed(seed)
     if architecture == "llama" and dtype == torch.bfloat16:
         architecture = "llama, heads of 64"
@@ -218,7 +221,7 @@ def make_policy(
 
 @dataclass(frozen=True)
 class CountDigits:
-    """A toy task that a tiny random model gets some reward on: the share of digits in what it says."""
+    """A toy task that rewards the share of digits, of which a tiny random model produces some."""
 
     seed: int = 0
     split: str = "train"
@@ -236,7 +239,7 @@ class CountDigits:
 
 
 class OneProcessRuntime:
-    """A runtime double: plain SGD, one process."""
+    """A fake runtime with plain SGD in one process."""
 
     world_size = 1
 
@@ -265,7 +268,7 @@ class OneProcessRuntime:
         loss.backward()
 
     def step(self):
-        """Keeps the gradients for the test to look at."""
+        """Take a step, and store the gradients for the test."""
         parameters = self.policy.trainable()
         self.gradients = {name: p.grad.clone() for name, p in parameters.items()}
         with torch.no_grad():
@@ -283,12 +286,12 @@ class OneProcessRuntime:
         pass
 
 
-def products_know_no_neighbours():
-    """Whether a row of a bf16 product has the same bits however many rows there are: so it is where there is no AMX."""
+def products_know_no_neighbors():
+    """Return whether a row of a bf16 product is identical for every number of rows, as on CPUs without AMX."""
     x, w = torch.randn(3, 96, 32).bfloat16(), torch.randn(3, 64, 32).bfloat16()
     whole, flat = x @ w.mT, F.linear(x[0], w[0])
     rows = (1, 3, 8, 40)
-    # Of sums that are added up in parts one in ten thousand shows it.
+    # One in ten thousand of the sums that are added up in parts shows a difference.
     deep, v = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
     return (
         all(torch.equal(x[:, :n].contiguous() @ w.mT, whole[:, :n]) for n in rows)
@@ -299,13 +302,13 @@ def products_know_no_neighbours():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Graphs that stand in for torch's CUDA graphs."""
+    """Return simulated graphs in place of torch's CUDA graphs."""
     return pretended_graph.Graphs(monkeypatch)
 
 
 @pytest.fixture
 def gpu(pretended):
-    """A simulated one, entered."""
+    """Yield an active simulated device."""
     if simulated_device.HAS_REAL_DEVICE:
         pytest.skip("there is a real one")
     with simulated_device.Device() as device:
@@ -333,7 +336,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def kernel_dirs(tmp_path_factory):
-    """Folders of the models of AT_KERNEL_SHAPE, by name."""
+    """Return the folders of the models of AT_KERNEL_SHAPE, by name."""
     made = {}
     for name, make in AT_KERNEL_SHAPE.items():
         made[name] = tmp_path_factory.mktemp("kernel")
@@ -350,7 +353,7 @@ def recipe(tmp_path, model_dir):
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """The folder of a whole run of a recipe with these settings, made once: to be compared with, or copied."""
+    """Return a function that gives the folder of an uninterrupted run, made once, for comparison or copying."""
     made = {}
 
     def run(recipe, *settings):
@@ -367,7 +370,7 @@ def undisturbed(tmp_path_factory):
 
 
 def tiny_recipe(path, model_dir):
-    """Six steps of a tiny model: a second or two. Micro-batches are not all of one size."""
+    """Write a recipe of six steps for a tiny model, which take a second or two. Micro-batches differ in size."""
     path.write_text(
         f"""
         [policy]

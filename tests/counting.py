@@ -1,6 +1,7 @@
-"""What a decode step and an update cost on a GPU, counted on the pretended one: kernels, waits, bytes, graphs.
+"""Count the cost of a decode step and an update on a simulated GPU: kernels, waits, bytes and graphs.
 
-Layers have the widths of Qwen2.5-0.5B, in bf16; the vocabulary is small. Counts of two depths give that of a layer.
+Layers have the widths of Qwen2.5-0.5B, in bf16, and the vocabulary is small. The counts of a layer are the
+differences between two depths.
 
     python tests/pretended_cuda.py tests/models/on_cuda_counts.py         as tests; TRITON_INTERPRET=0 hides Triton
 """
@@ -28,7 +29,7 @@ PROMPTS = [Prompt(str(i), CHARACTERS[i : i + 9 + i]) for i in range(4)]
 
 
 class Work(NamedTuple):
-    """What the host asked a device to do."""
+    """The work that the host requested from a device."""
 
     kernels: Counter[str]
     waits: Counter[str]
@@ -51,19 +52,19 @@ SMALL_LAYER = {"hidden_size": 128, "intermediate_size": 128, "num_attention_head
 
 
 def create_policy(layers, layer=LAYER, **settings):
-    """A model with so many layers on the device, in bf16, none of whose tokens ends a completion."""
+    """Return a bf16 model on the device with `layers` layers, none of whose tokens ends a completion."""
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=VOCABULARY, num_hidden_layers=layers, tie_word_embeddings=True, **layer)
     model = Qwen2ForCausalLM(config).to(DEVICE)
     policy = Policy(model, character_tokenizer(size=VOCABULARY), torch.bfloat16, **settings)
     policy.eos_ids = (-1,)
     ones = torch.ones(16, 16, dtype=torch.bfloat16).to(DEVICE)
-    compute_weight_gradient(ones, ones, torch.float32, ones.float())  # checks the operator, once
+    compute_weight_gradient(ones, ones, torch.float32, ones.float())  # runs the one-time check of the operator
     return policy
 
 
 def count_decode_step(device, policy, rows=8):
-    """Return the work of a decode step and of sampling from its logits, when a graph computes it if there is any."""
+    """Return the work of a decode step with sampling, after warm-up, so that a graph computes it if there is one."""
     batch = policy.create_decode_batch(rows)
     logits = batch.admit([policy.encode(prompt) for prompt in PROMPTS], rows // len(PROMPTS))
     uniforms = torch.full((rows,), 0.5, dtype=torch.float64).to(DEVICE)
@@ -91,15 +92,15 @@ class Pass(NamedTuple):
     forward: Work
     backward: Work
     tokens: int
-    """Tokens of prompts, each once, and of responses but for their last."""
+    """Tokens of prompts, each counted once, and of responses without their last token."""
     kept_bytes: int
-    """What is kept between the passes."""
+    """Memory that is held between the passes."""
     peak_bytes: int
-    """What the passes take at most, beside what was there before."""
+    """Peak memory of the passes, beyond what was allocated before."""
 
 
 def count_micro_batch(device, policy, batch):
-    """Score a batch with gradient twice; return the second pass, in which gradients are added up as in a run."""
+    """Score a batch with gradients twice. Return the second pass, which accumulates gradients as in a run."""
     weights = batch.action_mask.float()
     batch = replace(batch, token_weights=weights, advantages=weights)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A user's own task: no more than it takes."""
+"""A minimal custom task."""
 
 import random
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Careless(Digits):
-    """Draws from the global generator, as user code will."""
+    """Draws from the global random generator, as user code may."""
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         return [Prompt(f"{self.split}/{step}/{i}", str(random.randrange(10**6))) for i in range(n)]
@@ -30,7 +30,7 @@ class Careless(Digits):
 
 @dataclass(frozen=True)
 class Silent(Digits):
-    """Asks nothing."""
+    """Asks empty questions."""
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         return [Prompt(f"{self.split}/{step}/{i}", "") for i in range(n)]

@@ -1,11 +1,11 @@
-"""The code blocks of the documents, with the markers before them, and what their command lines name.
+"""Read the code blocks of the documents, the markers before them, and the commands in them.
 
 | marker | the block |
 |---|---|
 | `<!-- file: NAME -->` | is a file in the folder of the page |
 | `<!-- needs: WHAT -->` | is not run; its command lines are parsed, its Python is compiled |
 | `<!-- fragment -->` | is a part of a program, which is compiled |
-| `<!-- continues -->` | goes on with the names of the Python block before it |
+| `<!-- continues -->` | continues the Python block before it, with its names |
 | `<!-- from: PATH -->` | is an excerpt of that file |
 """
 
@@ -72,18 +72,18 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def drop_blocks(text: str) -> str:
-    """The prose of a page."""
+    """Return a page without its code blocks."""
     return _FENCE.sub("", text)
 
 
 def split_commands(script: str) -> Iterator[list[str]]:
-    """The words of each simple command of a shell script, without assignments, comments and redirections."""
+    """Yield the words of each simple command of a shell script, without assignments, comments and redirections."""
     line = ""
     for part in script.replace("\\\n", " ").splitlines():
         line = f"{line}\n{part}" if line else part
         try:
             parts = list(_make_lexer(line))
-        except ValueError:  # a quotation goes on in the next line
+        except ValueError:  # a quotation continues on the next line
             continue
         yield from _split_line(parts)
         line = ""
@@ -102,11 +102,11 @@ def _split_line(parts: list[str]) -> Iterator[list[str]]:
         if word and set(word) <= set("();<>|&"):
             if words:
                 yield words
-            words = ["> "] if ">" in word or "<" in word else []  # what follows is the name of a file
+            words = ["> "] if ">" in word or "<" in word else []  # the next word is a file name
         elif words or not re.fullmatch(r"\w+=.*", word):
             words.append(word)
 
 
 def is_placeholder(word: str) -> bool:
-    """Whether a word of a command stands for another, as RUN, RECIPE.toml or ... do."""
+    """Return whether a word of a command is a placeholder, like RUN, RECIPE.toml or ..."""
     return bool(re.search(r"\.\.\.|…|(?<![\w.])[A-Z][A-Z_]+(?![a-z_])", word))

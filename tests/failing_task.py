@@ -1,4 +1,4 @@
-"""Tasks whose rewards fail, all of them or from a call on."""
+"""Tasks whose rewards fail, always or from some call on."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ class Broken(Digits):
 
 @dataclass(frozen=True)
 class Judged(Digits):
-    """By a judge, who is there while a file is."""
+    """Graded by a judge who answers as long as a file exists."""
 
     judge: str = ""
 
@@ -41,7 +41,7 @@ def unknown(reward):
 
 
 def seldom(reward):
-    """Meant for a prompt in some; where it is meant, it fails in none."""
+    """Return a reward for some completions only: it does not apply to the others."""
     return reward if reward.value > 0.2 else Reward(float("nan"), error="no term applies", applies=False)
 
 

@@ -1,16 +1,16 @@
-"""Tools of tests that do not do as tools should."""
+"""Tools for tests that behave badly."""
 
 import time
 from contextlib import suppress
 
 
 def hang() -> str:
-    """Hang where no signal is heard."""
+    """Hang, and ignore every exception that a signal raises."""
     while True:
         with suppress(BaseException):
             time.sleep(1.0)
 
 
 def untold(a, b):
-    """Say nothing of what it takes."""
+    """Add two values of unknown types."""
     return a + b

@@ -1,9 +1,9 @@
-"""Python programs in processes that are forked from one which has imported what takes long: torch and the package.
+"""Run Python programs in processes forked from one that has already imported what takes long: torch and the package.
 
-Each has an environment, a working directory and streams of its own, as a process that was started has. What a program
-does before torch is imported, or while it is, is tested in a process that is started.
+Each has its own environment, working directory and streams, like a started process. Tests of what happens before or
+during the import of torch start their process instead.
 
-Launchers that start Python themselves find it in `python()`: tests/forked_python.py, which asks for a process.
+Launchers that start Python themselves find it in `python()`: tests/forked_python.py, which requests a process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pellucid.utils.plugins import pause_garbage_collection
 
 HERE = Path(__file__).parent
 NAME = "pellucid-forking"
-"""And the number of the process whose tests these are: a socket that lies in no folder."""
+"""Followed by the process id of the test session. It names a socket outside the file system."""
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "gemma3")]
 WANTED = [
     "hypothesis",
@@ -41,14 +41,14 @@ WANTED = [
 ]
 
 
-# ---------------------------------------------------------------- who asks
+# ---------------------------------------------------------------- client
 
 
 class Forked:
-    """So many processes of one command, `SCRIPT ...` or `-m MODULE ...`, side by side.
+    """Run `count` processes of one command, `SCRIPT ...` or `-m MODULE ...`, side by side.
 
-    pid: of the first, or of the only one; the others are asked to end where one has failed.
-    returncode: the first that is not 0, else 0, and -N where signal N ended the process; None while they run.
+    pid: the id of the first process. The others are asked to end when one has failed.
+    returncode: the first that is not 0, else 0, and -N if signal N ended the process; None while they run.
     """
 
     def __init__(self, *command, count=1, env=None, stdout=1, stderr=2):
@@ -67,7 +67,7 @@ class Forked:
         self.pid = int(self._line())
 
     def wait(self):
-        """Return the exit status, when all have ended."""
+        """Return the exit status when all processes have ended."""
         if self.returncode is None:
             self.returncode = int(self._line())
             self._said.close()
@@ -102,7 +102,7 @@ class Forked:
 
 
 def ran(*command, count=1, env=None):
-    """Return a command that has ended, with all that it said."""
+    """Run a command to its end, and return it with its output."""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         status = Forked(*command, count=count, env=env, stdout=out, stderr=err).wait()
         said = [stream.seek(0) or stream.read() for stream in (out, err)]
@@ -111,7 +111,7 @@ def ran(*command, count=1, env=None):
 
 @cache
 def server():
-    """The socket of the process that forks; it ends when this one does."""
+    """Return a socket to the forking process, which ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -128,7 +128,7 @@ def server():
 
 @cache
 def python():
-    """A program that is called as Python is."""
+    """Return a program that is called like Python."""
     server()
     program = Path(mkdtemp()) / "python"
     atexit.register(lambda: shutil.rmtree(program.parent))
@@ -138,15 +138,15 @@ def python():
     return str(program)
 
 
-# ---------------------------------------------------------------- who forks
+# ---------------------------------------------------------------- server
 
 
 def serve(asked, listening):
-    """Return a request, in each of the processes that it asks for; their waiter and this one never return."""
+    """Return a request in each of the processes that it asks for. Their waiter and this process never return."""
     while True:
         ready, _, _ = select.select([asked, listening], [], [])
         message, handles = heard_of(asked) if asked in ready else heard_of(listening.accept()[0], apart=True)
-        with suppress(ChildProcessError):  # nobody is left to be waited for
+        with suppress(ChildProcessError):  # there are no more children to wait for
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not message and asked in ready:
@@ -160,13 +160,13 @@ def serve(asked, listening):
 
 
 def heard_of(asking, apart=False):
-    """A message and what comes with it: two streams, and where to answer, which is here where one asks `apart`."""
+    """Return a message and its handles: two streams and the socket to answer on, which is `asking` if `apart`."""
     message, handles, _, _ = socket.recv_fds(asking, 2**20, 3)
     return message, [*handles, asking.detach()] if apart else handles
 
 
 def begun(request, out, err, said):
-    """Return the request in each of its processes. Their parent says the first's number, then how they ended."""
+    """Return the request in each of its processes. Their parent sends the id of the first, then how they ended."""
     for stream, number in ((out, 1), (err, 2)):
         os.dup2(stream, number)
         os.close(stream)
@@ -187,7 +187,7 @@ def begun(request, out, err, said):
 
 
 def ended_together(running):
-    """The first status that is not 0, else 0. Whoever is left behind one that has failed is asked to end."""
+    """Return the first status that is not 0, else 0. If a process fails, the others are asked to end."""
     status = 0
     while running:
         pid, raw = os.wait()
@@ -201,7 +201,7 @@ def ended_together(running):
 
 
 def imported():
-    """Import what programs want."""
+    """Import what the programs need."""
     cli.quiet_libraries()
     with pause_garbage_collection():
         for name in WANTED:

@@ -1,6 +1,6 @@
-"""`forked_python.py NAME [-u] SCRIPT ...` or `... -m MODULE ...`: as Python, in a process that a server forks.
+"""Run like Python, in a process that a server forks: `forked_python.py NAME [-u] SCRIPT ...` or `... -m MODULE ...`.
 
-It is started without `site`, imports little, passes signals on, and ends as that process does. See tests/forked.py.
+It starts without `site`, imports little, forwards signals, and ends like that process. See tests/forked.py.
 """
 
 import json

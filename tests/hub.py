@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face Hub: a real HTTP server that takes what huggingface_hub sends, and keeps it."""
+"""A fake Hugging Face Hub: an HTTP server that accepts and stores what huggingface_hub sends."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TOKEN = "hf_standin"
 LARGE = 512
-"""Files of more bytes go the way of large ones, by LFS."""
+"""Files with more bytes are uploaded as large files, by LFS."""
 
 
 @dataclass
 class Hub:
-    """What has arrived, and how the next requests are answered."""
+    """The received data, and how the next requests are answered."""
 
     user: str = "me"
     private: dict[str, bool] = field(default_factory=dict)
-    """Of each repository, by USER/NAME."""
+    """Whether each repository is private, by USER/NAME."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """By USER/NAME/path; as they were committed."""
+    """Committed files, by USER/NAME/path."""
     commits: list[dict] = field(default_factory=list)
     """The header of each commit."""
     stored: dict[str, bytes] = field(default_factory=dict)
     """Large files by their sha256, committed or not."""
     fails: dict[str, int] = field(default_factory=dict)
-    """By the begin of a path, the status that it is answered with."""
+    """The status of the response, by the beginning of the path."""
     requests: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, path: str, body: bytes) -> tuple[int, dict | list]:
         if status := next((status for begin, status in self.hub.fails.items() if path.startswith(begin)), 0):
             return status, {"error": "as the test asks for"}
-        if path.startswith("/lfs/"):  # where the address is the permission
+        if path.startswith("/lfs/"):  # the URL itself is the permission
             self.hub.stored[path.removeprefix("/lfs/")] = body
             return 200, {}
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -103,12 +103,12 @@ class Handler(BaseHTTPRequestHandler):
         return {"files": modes}
 
     def tree(self, repository: str, _: bytes) -> list[dict]:
-        """What lies in a repository, as if the whole of it had been asked for."""
+        """Return all files of a repository, whichever part was requested."""
         of_it = {name.removeprefix(f"{repository}/"): content for name, content in self.hub.files.items()}
         return [{"type": "file", "path": path, "size": len(content), "oid": ""} for path, content in of_it.items()]
 
     def batch(self, body: bytes) -> tuple[int, dict]:
-        """How large files are uploaded: the address of each."""
+        """Return the upload URL of each large file."""
         asked = json.loads(body)["objects"]
         objects = [{**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}} for each in asked]
         return 200, {"transfer": "basic", "objects": objects}
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         return {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repository}/commit/{oid}"}
 
     def log_message(self, *_):
-        """Nothing: requests are kept."""
+        """Print nothing, because requests are stored."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tests of Triton's kernels in a process of its own, in which Triton interprets them."""
+"""Run tests of Triton's kernels in a separate process, in which Triton interprets them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 TIMEOUT = 900
-"""Seconds. Each file takes two minutes on a quiet machine."""
+"""Seconds. Each file takes two minutes on an idle machine."""
 
 
 def run_interpreted(tests):

@@ -1,4 +1,4 @@
-"""The server of the microscope, for as long as a test looks."""
+"""Run the server of the microscope during a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers, batches of given lengths and attention by hand, for what an update computes of rollouts."""
+"""Random numbers, batches of given lengths and attention by hand, for tests of updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def noise(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def batch_of(prompts, responses, prompt_of):
-    """Responses of these lengths to prompts of these."""
+    """Return a batch of prompts and responses with these lengths."""
     mask = make_length_mask(responses)
     ids = [[i % 90 for i in range(7 * n, 7 * n + length)] for n, length in enumerate([*prompts, *responses])]
     return Batch(
@@ -33,7 +33,7 @@ def off(ours, exact):
 
 
 def by_hand(query, key, value, line):
-    """What each token reads, sequence by sequence, in the dtype of the tensors."""
+    """Compute attention sequence by sequence, in the dtype of the tensors."""
     ends = line.ends.tolist()
     spans = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     prompts, out = len(spans) - len(line.prompt_of), []
@@ -64,7 +64,7 @@ CASES = {
 
 
 def case(name):
-    """Queries, keys and values side by side; where they stand; the gradient of what is read."""
+    """Return joined queries, keys and values, the sizes to split them, their layout, and the gradient of the output."""
     *lengths, (heads, key_heads, size), window = CASES[name]
     layout = build_layout(batch_of(*lengths), torch.bfloat16, torch.device("cpu"))
     layout = apply_sliding_window(layout, window) if window else layout
@@ -74,6 +74,6 @@ def case(name):
 
 
 def both_ways(joined, split, attention, grad):
-    """What is read, and the gradient of the projection."""
+    """Return the output of attention, and the gradient of the projection."""
     read = attention(joined.split(split, 1))
     return read.detach(), torch.autograd.grad(read, joined, grad.to(read.dtype))[0]

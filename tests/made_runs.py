@@ -1,4 +1,4 @@
-"""Run folders with tokens that were made up: small ones by hand, and large ones like those of a real run."""
+"""Make run folders with invented tokens: small ones by hand, and large ones like those of a real run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def id_of(text):
 
 
 def row(group, completion, position, text, **more):
-    """A sampled token that was pushed up and rose, but for what is said of it."""
+    """Return a sampled token that was pushed up and rose, with changes in `more`."""
     return {
         "group": group,
         "prompt_id": f"train/{group}",
@@ -84,7 +84,7 @@ def metric(step, **more):
 
 
 def rollout(step, name, said, reward, asked="What is 3 + 4?", **more):
-    """A line of rollouts.jsonl."""
+    """Return a row of rollouts.jsonl."""
     return {
         "step": step, "id": name, "prompt": asked, "completion": said, "finished": True, "correct": reward == 1.0,
         "reward": reward, "parts": {}, "advantage": 0.5, "tokens": [1, 2, 3, 4], "logprobs": [-0.5] * 4, **more,
@@ -100,7 +100,7 @@ def run_folder(run, config=CONFIG):
 
 
 def add_step(run, step, groups=3, completions=4, length=10, seed=0, said=None):
-    """Write a step as a run does; the last group has no signal, and no tokens."""
+    """Write a step as a run does. The last group has no signal and no tokens."""
     draw, rows, rolled = random.Random(1000 * seed + step), [], []
     for g in range(groups):
         asked = f"What is {3 + g} + 4?"
@@ -119,7 +119,7 @@ def add_step(run, step, groups=3, completions=4, length=10, seed=0, said=None):
 
 
 def made(draw, group, completion, position, text, reward):
-    """A token with numbers as a run has them."""
+    """Return a token with realistic numbers."""
     before, change = -draw.expovariate(1.5), draw.gauss(0, 0.05)
     ratio = math.exp(draw.gauss(0, 0.12))
     advantage = 0.9 if reward else -0.9
@@ -142,7 +142,7 @@ def made(draw, group, completion, position, text, reward):
 
 
 def likeliest(when, logprobs):
-    """Columns of the alternatives, the likeliest first."""
+    """Return the columns of the alternatives, the likeliest first."""
     texts = sorted(logprobs, key=lambda text: -logprobs[text])
     return {
         f"top_{when}": [id_of(text) for text in texts],

@@ -1,4 +1,4 @@
-"""A task whose prompts of step 4 are too long as long as a file says so."""
+"""A task whose prompts of step 4 are too long while a file says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page as a browser reads it, and what a hostile run would write into one."""
+"""Parse a page as a browser does, and give text that a hostile run could write into it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOID = {"meta"}
 
 
 class Page(HTMLParser):
-    """What a browser would build of a page: its elements, their attributes, its text."""
+    """The elements, attributes and text that a browser finds in a page."""
 
     def __init__(self, html: str):
         super().__init__()

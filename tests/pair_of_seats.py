@@ -1,4 +1,4 @@
-"""An environment of two seats, of which the second is not trained, as the users of `verifiers` write them."""
+"""An environment with two agents, of which the second is not trained, as users of `verifiers` write it."""
 
 import verifiers.v1 as vf
 

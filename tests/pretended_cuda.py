@@ -1,8 +1,8 @@
-"""A CUDA device in a torch without CUDA: a library that lets tensors say that they lie on cuda:0, the functions of
-torch.cuda, and operators that only CUDA has.
+"""Simulate a CUDA device in a torch without CUDA.
 
-simulated_device.py loads it in processes whose environment names the library (LIBRARY_VARIABLE), before their first
-backward pass. Values are computed on the CPU.
+A library lets tensors report that they are on cuda:0. The functions of torch.cuda and operators that only CUDA has are
+replaced. simulated_device.py loads the library in processes whose environment names it (LIBRARY_VARIABLE), before their
+first backward pass. Values are computed on the CPU.
 
     python tests/pretended_cuda.py tests/models/on_cuda_counts.py -k kernels       runs pytest in such a process
     TRITON_INTERPRET=0 python tests/pretended_cuda.py ...                          as if Triton was not installed
@@ -31,7 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def compile_library(folder):
-    """Return the path of the library, made in this folder. None without g++ or torch's headers, or with CUDA."""
+    """Compile the library in this folder, and return its path, or None without g++ or torch's headers, or with CUDA."""
     home = Path(torch.__file__).parent
     if torch.version.cuda or not (shutil.which("g++") and (home / "include/ATen/detail/CUDAHooksInterface.h").exists()):
         return None
@@ -67,7 +67,7 @@ def load(path):
 
 @contextmanager
 def activate(device):
-    """In here torch.cuda says that this device is there, and kernels of Triton run on it."""
+    """Make torch.cuda report this device, and run Triton kernels on it."""
     memory, generator_state = device.memory, torch.zeros(16, dtype=torch.uint8)
 
     def do_nothing(*_, **__):
@@ -127,7 +127,7 @@ def run_triton_on(device):
 
 
 class TritonLaunch:
-    """A kernel with its grid and constants."""
+    """A Triton kernel with its grid and constants."""
 
     def __init__(self, run):
         self.run, self.name = run, run.args[0].__name__
@@ -152,8 +152,8 @@ def add_product(total, x, y, dtype, *, beta=1, alpha=1, out=None):
 
 
 def attend(query, key, value, query_offsets, key_offsets, max_queries, max_keys, dropout, causal, debug, **settings):
-    """Attention of sequences that follow one another, queries [N, H, d] and keys [M, K, d]. The last query of each
-    attends up to its last key.
+    """Compute attention of consecutive sequences, with queries [N, H, d] and keys [M, K, d]. The last query of each
+    sequence attends up to its last key.
     """
     check_attention(query, key, value, query_offsets, key_offsets, dropout)
     output, normalizers = torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
@@ -188,7 +188,7 @@ def attend_backward(
 
 
 def check_attention(query, key, value, query_offsets, key_offsets, dropout):
-    """Raise for what the kernel refuses."""
+    """Raise an error for arguments that the kernel refuses."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if query.shape[2] % 8 or query.shape[2] > 256 or query.shape[1] % key.shape[1]:
@@ -201,7 +201,7 @@ def check_attention(query, key, value, query_offsets, key_offsets, dropout):
 def iterate_sequences(
     query_offsets, key_offsets, max_queries, max_keys, causal, *, window_size_left, window_size_right, scale=None
 ):
-    """Yield slices of queries and keys of each sequence, and a bias: -inf where a query does not attend to a key."""
+    """Yield each sequence's slices of queries and keys, and a bias that is -inf if a query does not attend to a key."""
     assert scale is None
     left, right = window_size_left, 0 if causal else window_size_right
     for (first, end), (first_key, end_key) in zip(
@@ -235,7 +235,7 @@ BY_HAND = {
 
 
 def run_pytest(library, arguments, interpret=True, **streams):
-    """Run pytest in a process of its own in which the device is cuda:0."""
+    """Run pytest in a separate process in which the device is cuda:0."""
     environment = {**os.environ, LIBRARY_VARIABLE: str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["TRITON_INTERPRET"] = str(int(interpret))
     command = [sys.executable, "-m", "pytest", *PYTEST, *(() if interpret else WITHOUT_TRITON), *arguments]

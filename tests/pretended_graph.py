@@ -1,10 +1,10 @@
-"""A CUDA graph without CUDA: the operators of a step, captured once and launched again on the same tensors.
+"""Simulate CUDA graphs without CUDA: the operators of a step are captured once and launched again on the same tensors.
 
-It is as strict as a real one. Nothing is computed during a capture; Python's branches and numbers stay as they were
-then; results are in the same memory each time. Waiting for the device, copying to it from the host, and kernels that
-never ran before are refused. A graph keeps none of its inputs alive, and a memory pool cannot be used after its last
-graph is gone. A step is captured a second time a token later: a number of the host that differs then is wrong in the
-graph, whether or not it is seen in the logits.
+The simulation is as strict as CUDA. Nothing is computed during a capture, Python's branches and numbers stay as they
+were then, and results are in the same memory each time. These are refused: waiting for the device, copying to it from
+the host, and kernels that never ran before. A graph keeps none of its inputs alive, and a memory pool cannot be used
+after its last graph is freed. A step is captured a second time one token later, which finds numbers of the host that
+differ then, even if they do not change the logits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ REFUSED = "operation not permitted when stream is capturing"
 
 
 class Capture(TorchDispatchMode):
-    """Computes all the same, as sizes are asked for meanwhile, and takes back at its end what was written."""
+    """Compute during the capture, because sizes are needed, and undo all writes at its end."""
 
     def __init__(self):
         super().__init__()
         self.device = active_devices[-1] if active_devices else None
         self.launched = []
-        """(operator, args, kwargs, result) in their order."""
+        """(operator, args, kwargs, result) in order."""
         self.results = {}
         """All tensors that the capture made, by their id."""
         self.overwritten = []
-        """Other tensors that it wrote, and what they held before."""
+        """Other tensors that the capture wrote to, and their previous values."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -66,7 +66,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def add_launch(self, kernel, arguments):
-        """Note a kernel of Triton. It is not computed: what it writes may be behind an address."""
+        """Record a Triton kernel without computing it, because it may write to an address."""
         if get_signature(kernel.name, list_tensors(arguments, {})) not in self.device.signatures:
             raise RuntimeError(f"{REFUSED}: the first call of {kernel.name}")
         self.launched.append((Relaunch(kernel), arguments, {}, None))
@@ -82,9 +82,9 @@ class Capture(TorchDispatchMode):
         return self.device.waits.total() + self.device.copies.total() if self.device else 0
 
     def describe(self, inputs):
-        """Return for each launch its operator, its numbers, and of its tensors the shape, layout and address.
+        """Return each launch: its operator, its numbers, and the shape, layout and address of its tensors.
 
-        Tensors that the capture made have no address, since they are elsewhere in each; nor have these inputs.
+        Tensors that the capture made and these inputs have no address, because theirs differs in each capture.
         """
         new = [x for func, *_, result in self.launched if returns_new_memory(func) for x in flatten_tensors(result)]
         made = {*map(get_address, (*new, *inputs))}
@@ -99,7 +99,7 @@ class Capture(TorchDispatchMode):
 
 
 class Relaunch:
-    """A kernel of Triton in a graph."""
+    """A Triton kernel in a graph."""
 
     _schema = SimpleNamespace(arguments=(), returns=())
 
@@ -126,17 +126,17 @@ def get_address(x):
 
 
 def copy_values(target, source):
-    """Copy between tensors of one device, as no kernel does that a graph launches."""
+    """Copy between tensors of one device without launching a kernel."""
     getattr(target, "cpu_data", target).copy_(getattr(source, "cpu_data", source))
 
 
 def ignore_memory():
-    """In here tensors take no memory: a graph computes in that of its capture."""
+    """Return a context in which tensors take no memory, because a graph computes in that of its capture."""
     return active_devices[-1].memory.ignore() if active_devices else nullcontext()
 
 
 class Address:
-    """A tensor that a graph uses and does not own. A real graph holds an address, which keeps nothing alive."""
+    """A tensor that a graph uses but does not own. A real graph holds an address, which keeps nothing alive."""
 
     def __init__(self, x):
         self.tensor = weakref.ref(x)
@@ -153,7 +153,7 @@ def read(x):
 
 
 class Pool:
-    """The memory of graphs, counted as CUDACachingAllocator counts it: a pool ends with the last graph that uses it."""
+    """The memory of graphs, counted as in CUDACachingAllocator: a pool ends with the last graph that uses it."""
 
     def __init__(self):
         self.users, self.was_used, self.last = 0, False, None
@@ -173,7 +173,7 @@ class CUDAGraph:
         self.launched, self.pool = [], None
 
     def keep(self, capture, pool):
-        """Keep what was captured. Only what was made during the capture belongs to the graph."""
+        """Keep what was captured. Only tensors that were made during the capture belong to the graph."""
 
         def weaken(x):
             return Address(x) if isinstance(x, torch.Tensor) and id(x) not in capture.results else x
@@ -204,7 +204,7 @@ class CUDAGraph:
 
 
 class Graphs:
-    """Stands in for torch's graphs, and counts them. `refuse_from`: the number of the first capture that fails."""
+    """Replace torch's graphs, and count them. `refuse_from` is the number of the first capture that fails."""
 
     def __init__(self, monkeypatch):
         self.captured = 0
@@ -235,7 +235,7 @@ class Graphs:
 
     @contextmanager
     def capture(self, graph, pool=None, capture_error_mode="global"):
-        """As torch does, leave its own stream only where the capture has ended well."""
+        """Capture a graph. Like torch, leave the capture's stream only if the capture succeeded."""
         pool = pool or Pool()
         pool.enter(graph)
         self.streams.append("the stream of captures")
@@ -249,7 +249,7 @@ class Graphs:
         self.last_launches = capture.describe(())
 
     def capture_step_twice(self, step, *inputs):
-        """Stand in for cuda_graphs.capture_step. The second capture precedes the second replay."""
+        """Replace cuda_graphs.capture_step. The second capture precedes the second replay."""
         replay, replays = self.capture_step(step, *inputs), 0
         first, weak_step = self.last_launches, weakref.WeakMethod(step)
 
@@ -267,7 +267,7 @@ class Graphs:
 
 
 def check_same_launches(first, second):
-    """Raise AssertionError if two captures of a step launch other operators, or with other numbers or tensors."""
+    """Raise AssertionError if two captures of a step launch different operators, numbers or tensors."""
     for one, other in zip(first, second, strict=False):
         if not match(one, other):
             raise AssertionError(f"a graph keeps what changes from step to step: {one}, then {other}")
@@ -275,7 +275,7 @@ def check_same_launches(first, second):
 
 
 def match(one, other):
-    """Whether two launches are the same. A tensor without address may have had one: it is an input of the second."""
+    """Return whether two launches are the same. A tensor of the second without address is an input, and matches any."""
     (ones, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
     if spec != other_spec or len(ones) != len(others):
         return False

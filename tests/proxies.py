@@ -1,4 +1,4 @@
-"""A proxy in front of a service that misbehaves as it is told."""
+"""A proxy in front of a service that injects faults."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEY = "sk-proj-verysecret0123456789"
-"""What the proxy quotes where it refuses a request."""
+"""The key that the proxy quotes when it refuses a request."""
 LATE = 2.0
-"""The seconds that a late answer takes longer."""
+"""The delay of a late answer, in seconds."""
 
 
 def says(text, reason="stop", tokens=5):
-    """The answer of an endpoint, whole."""
+    """Return the complete answer of an endpoint."""
     choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
     return json.dumps({"choices": [choice], "usage": {"total_tokens": tokens}})
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on, except for what `fault(number, body)` says; keeps when each came and what became of it."""
+    """Forward requests, except for the faults that `fault(number, body)` returns. Record the time and fault of each."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -41,7 +41,7 @@ class Proxy(ThreadingHTTPServer):
         return sum(became == what for _, became in self.seen)
 
     def handle_error(self, request, client_address):
-        """A client that was killed hung up."""
+        """Ignore clients that were killed and hung up."""
 
 
 class Handler(BaseHTTPRequestHandler):

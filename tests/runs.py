@@ -1,4 +1,4 @@
-"""Runs through the command line's own path, and whether two of them are the same."""
+"""Run the command line, and compare runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(*arguments):
 
 @contextmanager
 def asked_to_stop(monkeypatch, number=signal.SIGINT):
-    """In here a signal arrives at the begin of each update."""
+    """Send a signal at the beginning of each update within this context."""
     update = run.grpo.update_policy
 
     def signalled(*arguments):
@@ -47,10 +47,10 @@ def asked_to_stop(monkeypatch, number=signal.SIGINT):
 
 
 def at_home(monkeypatch):
-    """From now on runs find on a simulated device what a real one has; rewards stay in this process."""
+    """Let runs use a simulated device like a real one, and compute rewards in this process."""
     save = PreTrainedModel.save_pretrained
 
-    def saved(model, folder, **settings):  # it asks where in memory a tensor lies
+    def saved(model, folder, **settings):  # the original asks for the memory addresses of tensors
         save(
             model,
             folder,
@@ -58,7 +58,7 @@ def at_home(monkeypatch):
             state_dict={name: getattr(x, "cpu_data", x) for name, x in model.state_dict().items()},
         )
 
-    def moved(model, device):  # a real device keeps one tensor for what is one weight
+    def moved(model, device):  # a real device keeps tied weights as one tensor
         model.to(device).tie_weights()
         return model
 
@@ -96,7 +96,7 @@ def same_weights(found, expected, atol):
 
 
 def launch(processes, *arguments):
-    """`pellucid train` in so many processes."""
+    """Run `pellucid train` in `processes` processes."""
     in_processes(processes, "-m", "pellucid", "train", *arguments)
 
 
@@ -105,7 +105,7 @@ def in_two_processes(*command):
 
 
 def in_processes(count, *command, fails=False):
-    """A script, or `-m MODULE`, in so many processes; the store of their group is here.
+    """Run a script, or `-m MODULE`, in `count` processes, with the store of their group in this process.
 
     torchrun, which imports for two seconds before its processes do, is tested in test_launching.py.
     """

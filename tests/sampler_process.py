@@ -1,5 +1,6 @@
-"""A sampler server without vLLM, whose engine is a model of transformers:
-`python sampler_process.py PORT THREADS [HOST]`.
+"""Run a sampler server without vLLM, whose engine is a model of transformers.
+
+Usage: `python sampler_process.py PORT THREADS [HOST]`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from worlds import TEMPLATE
 
 
 def gaps_of(policy, groups):
-    """[N] how far the sampler's log-probs of sampled tokens are from the scorer's."""
+    """Return [N] absolute differences between the sampler's and the scorer's log-probs of sampled tokens."""
     batch = collate(groups)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs()
@@ -60,7 +61,7 @@ def tiny_policy(dtype=torch.float32, temperature=1.0, tied=True, seed=0, layers=
 
 
 class Plain:
-    """Samples a token of each row at a time, by the seed of the row."""
+    """Samples one token of each row at a time, with the seed of the row."""
 
     max_length, block_size = 512, 8
     receiver = None
@@ -70,7 +71,7 @@ class Plain:
         self.eos_ids, self.pause, self.unfinished, self.rows = model.ends, pause, {}, {}
         self.pushed = 0
         self.seen = []
-        """The first tokens of what was asked."""
+        """The prompt tokens of all requests."""
 
     def push(self, weights):
         own = dict(self.model.named_parameters())
@@ -122,13 +123,13 @@ class Plain:
 
 
 class Beside(Plain):
-    """Keeps its base and an adapter, and samples by their sum."""
+    """Keeps a base and an adapter, and samples with their sum."""
 
     def __init__(self, model):
         super().__init__(model)
         self.form, self.base, self.adapter = model.adapter, {}, {}
         self.came = []
-        """Whether a base came, push by push."""
+        """Whether each push contained the base."""
 
     def push(self, weights):
         adapter = {name: x for name, x in weights.items() if is_adapter_weight(name)}
@@ -150,7 +151,7 @@ class Beside(Plain):
 
 @contextmanager
 def two(*words, begin=Forked):
-    """Two servers, which are started side by side."""
+    """Yield two servers, started side by side."""
     both = [Process(*words, begin=begin), Process(*words, begin=begin)]
     try:
         for one in both:
@@ -162,7 +163,7 @@ def two(*words, begin=Forked):
 
 
 class Process:
-    """A server in a process of its own, begun with the words behind `python`, of which PORT is its port."""
+    """A server in a separate process, started with the arguments after `python`, in which PORT stands for its port."""
 
     def __init__(self, *words, begin=Forked):
         with socket.socket() as free:
@@ -193,7 +194,7 @@ class Process:
 
 @contextmanager
 def served(held, secret="", port=0):
-    """The address of a server in this process."""
+    """Yield the address of a server in this process."""
     with open_listening_socket("127.0.0.1", port) as free:
         server = middleware.make_server(make_sampler_app(held, ("localhost",), secret))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [free]})
@@ -207,7 +208,7 @@ def served(held, secret="", port=0):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[2]))  # whose products are rounded as there
+    torch.set_num_threads(int(sys.argv[2]))  # rounds products like the process that compares
     with open_listening_socket([*sys.argv, "127.0.0.1"][3], int(sys.argv[1])) as free:
         held = EngineHost(lambda model: Beside(model) if model.adapter else Plain(model, pause=0.02))
         middleware.make_server(make_sampler_app(held, ("localhost",), "")).run(sockets=[free])

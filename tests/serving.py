@@ -1,4 +1,4 @@
-"""A real server of a tiny random model on the loopback, and what a client needs."""
+"""Run a real server of a tiny random model on the loopback interface, with helpers for clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = 512
 
 
 def saying_tokens(tokenizer, asked, ids):
-    """A GPT-2 that answers the prompt of token ids `asked` with `ids`: its output is read off the position alone."""
+    """Return a GPT-2 that answers the prompt `asked` with `ids`: its output depends only on the position."""
     config = GPT2Config(
         vocab_size=len(tokenizer), n_embd=PLACES, n_layer=1, n_head=1, n_positions=PLACES, tie_word_embeddings=False
     )
@@ -46,7 +46,7 @@ def saying_tokens(tokenizer, asked, ids):
 
 @contextmanager
 def running(patience=10.0, grace=10.0, **changes):
-    """A service of a tiny random model, and its address; `served.stop` is what a signal does to it."""
+    """Yield a service of a tiny random model and its address. `served.stop` does what a signal does."""
     policy = changes.pop("policy", None) or make_policy("llama")
     policy.tokenizer.chat_template = policy.tokenizer.chat_template or TEMPLATE
     rows, waiting = changes.pop("rows", 16), changes.pop("waiting", 64)
@@ -71,7 +71,7 @@ def running(patience=10.0, grace=10.0, **changes):
 
 
 def request(url, body=None, raw=None, headers=(), seconds=30):
-    """Status and parsed answer; a GET where there is no body."""
+    """Return status and parsed answer of a POST, or of a GET if there is no body."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **dict(headers)})
     try:
@@ -91,6 +91,6 @@ def chat(text="2+3=", **settings):
 
 
 def wait_until(condition):
-    """One that never holds is for the suite's own time limit to tell."""
+    """Wait for a condition. If it never holds, the suite's time limit ends the test."""
     while not condition():
         time.sleep(0.01)

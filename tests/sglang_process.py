@@ -1,7 +1,7 @@
-"""An SGLang server without SGLang, around a model of transformers: `sglang_process.py PORT CONFIG DTYPE`.
+"""Run an SGLang server without SGLang, around a model of transformers: `sglang_process.py PORT CONFIG DTYPE`.
 
 Its requests and responses are those of SGLang 0.5.23 (io_struct.py, http_server.py, tokenizer_manager.py,
-weight_updater.py, weight_checker.py), and what it does not know is refused.
+weight_updater.py, weight_checker.py). It refuses unknown fields.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Check(Request):
 
 
 class Unpickler(pickle.Unpickler):
-    """As SGLang's SafeUnpickler, of which these are the globals that tensors need."""
+    """Allow those globals of SGLang's SafeUnpickler that tensors need."""
 
     def find_class(self, module, name):
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -83,7 +83,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class Server:
-    """The work of a server; tests break it by its attributes."""
+    """The implementation of a server. Tests break it through its attributes."""
 
     def __init__(self, config, dtype="float32", deterministic=True, pause=0.0):
         self.model = LlamaForCausalLM(LlamaConfig(**config)).to(getattr(torch, dtype)).eval()
@@ -240,7 +240,7 @@ def make_app(server):
 
 @contextmanager
 def served(server):
-    """The address of a server in this process."""
+    """Yield the address of a server in this process."""
     with open_listening_socket("127.0.0.1", 0) as free:
         running = middleware.make_server(make_app(server))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [free]})

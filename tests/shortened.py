@@ -1,4 +1,4 @@
-"""Training in two steps, for commands and programs of the documents: `python shortened.py train RECIPE ...`."""
+"""Train for two steps, for commands and programs of the documents: `python shortened.py train RECIPE ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STEPS = 2
 
 
 def shorten() -> None:
-    """Let `pellucid.train` of this process take two steps, and ask two questions in evaluations."""
+    """Make `pellucid.train` in this process take two steps, and ask two questions in evaluations."""
     import pellucid  # noqa: PLC0415 - the documents import it themselves
 
     train = pellucid.train

@@ -1,14 +1,15 @@
-"""A simulated accelerator: what a GPU refuses, where the host waits for it, and how much memory it takes, on a CPU.
+"""Simulate an accelerator on a CPU: what a GPU refuses, where the host waits for it, and how much memory it takes.
 
-A `DeviceTensor` says that it is on "gpu:0" and keeps its data on the CPU, so that all values are the CPU's. While a
-`Device` is active, every operation is held to the rules of CUDA. Tensors of two devices do not meet, except for single
-numbers. Fused AdamW wants all of its state beside the weights. A generator draws on its own device. numpy() is
-refused, and in torch's deterministic mode what has no deterministic kernel. Copies wait as PyTorch's do (see
-`Device.count_copy`). A Device may also refuse float64, as Apple's MPS does, and it may run out of memory.
+A `DeviceTensor` reports that it is on "gpu:0" and keeps its data on the CPU, so all values are the CPU's. While a
+`Device` is active, every operation must follow the rules of CUDA. Tensors of two devices cannot be combined, except for
+single numbers. Fused AdamW needs all of its state on the device of the weights. A generator draws on its own device.
+numpy() is refused and, in torch's deterministic mode, so are operators without a deterministic kernel. Copies wait as
+in PyTorch (see `Device.count_copy`). A Device may also refuse float64, as Apple's MPS does, and it may run out of
+memory.
 
-It says nothing of streams, races and speed. Its type is "gpu", so code that asks for "cuda" by name does not see it,
-except in processes that were started with the library of pretended_cuda.py. There its name is "cuda:0", torch.cuda says
-that it is there, and operators that only CUDA has are computed by hand.
+Streams, races and speed are not simulated. The type of the device is "gpu", so code that asks for "cuda" by name does
+not see it, except in processes that were started with the library of pretended_cuda.py. There its name is "cuda:0",
+torch.cuda reports it, and operators that only CUDA has are computed by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ active_devices: list[Device] = []
 
 
 class Backend:
-    """What torch asks of the module torch.gpu. Outside a Device there is none, whoever looks."""
+    """What torch asks of the module torch.gpu. The device is available only within a Device."""
 
     def is_initialized(self):
         return True
@@ -67,7 +68,7 @@ class Backend:
 
 
 def register():
-    """Make torch know the device."""
+    """Register the device with torch."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend  # noqa: PLC0415
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -84,15 +85,15 @@ def register():
 
 
 HAS_REAL_DEVICE = torch.cuda.is_available() or torch.backends.mps.is_available()
-"""Beside a real device there must be no other: torch knows one accelerator."""
+"""The simulation is off if there is a real device, because torch supports only one accelerator."""
 if not HAS_REAL_DEVICE:
-    # Once a process, before its first backward pass: autograd starts a thread for each device that it knows by then.
+    # Once per process, before its first backward pass: autograd starts a thread for each device known at that time.
     if NAME == "cuda":
         pretended_cuda.load(os.environ[pretended_cuda.LIBRARY_VARIABLE])
         torch.__future__.set_overwrite_module_params_on_conversion(True)
     else:
         register()
-    # Operators that are taken apart where a device has no kernel of its own. These are never called: a Device computes.
+    # Operators that are decomposed if a device has no kernel for them. The kernels are never called: a Device computes.
     key = "CUDA" if NAME == "cuda" else "PrivateUse1"
     own_kernels = torch.library.Library("aten", "IMPL")
     for operator in ("silu_backward", *(("_fused_rms_norm", "_fused_rms_norm_backward") if NAME == "cuda" else ())):
@@ -128,8 +129,10 @@ class DeviceTensor(torch.Tensor):
 
     @data.setter
     def data(self, other):
-        """A real tensor may be given data of the CPU, as masters are while a model is saved, and is on the CPU until it
-        has its own back; this one goes on saying that it is on the device.
+        """Replace the data.
+
+        A real tensor may be given data on the CPU, as masters are while a model is saved, and is on the CPU until it
+        gets its own data back. This one still reports that it is on the device.
         """
         tensor = other if isinstance(other, DeviceTensor) else DeviceTensor(other)
         torch.Tensor.data.__set__(self, tensor)
@@ -149,7 +152,7 @@ class DeviceTensor(torch.Tensor):
         raise TypeError(f"can't convert {DEVICE} tensor to numpy: use Tensor.cpu() first")
 
     def data_ptr(self):
-        """An address to compare with others or to give to a kernel of Triton; on the host nothing is there."""
+        """Return an address to compare or to pass to a Triton kernel. The host must not read it."""
         active_devices[-1].addresses[line()] += 1
         return self.cpu_data.data_ptr()
 
@@ -164,7 +167,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def copy_lists_to_device(index):
-    """Python lists in an index are copied to the device; integers beside them too."""
+    """Copy Python lists in an index to the device, as well as integers beside them."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(part, list) for part in parts):
         return index
@@ -178,16 +181,16 @@ def get_cpu_data(x):
     return x.cpu_data if isinstance(x, DeviceTensor) else x
 
 
-# ---------------------------------------------------------------- what it refuses
+# ---------------------------------------------------------------- rules
 
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
 STAGED_BYTES = 2**16
-"""The driver takes so much from pageable memory without waiting."""
+"""Pageable memory up to this size is copied without waiting, because the driver stages it."""
 BLOCK_BYTES = 512
-"""The allocator's smallest block."""
+"""The smallest block of the allocator."""
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_"}
 TAKE_A_NUMBER = {"aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::index_put", "aten::index_put_"}
-"""Besides pointwise operations, those that take a single number from the CPU."""
+"""Operators that accept a single number from the CPU, in addition to pointwise operations."""
 WAITS = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -200,12 +203,12 @@ WAITS = {
     "aten::unique_consecutive",
     "aten::repeat_interleave",
 }
-"""Their result, or its size, is known to the host only when the device is done."""
+"""Operators whose result, or its size, the host knows only after the device is done."""
 WITHOUT_KERNEL = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 }
-"""They allocate memory or make a view. All other operators whose result is no view launch a kernel."""
+"""Operators that allocate memory or make a view. All others whose result is not a view launch a kernel."""
 
 
 def always(*_: Any) -> bool:
@@ -247,12 +250,12 @@ WITHOUT_DETERMINISTIC_KERNEL: dict[str, dict[str, Callable[..., bool]]] = {
     "scatter_reduce": {"aten::scatter_reduce": lambda x, dim, index, source, reduce, **_: reduce == "prod"},
     "resize_": {"aten::resize_": lambda x, *_, **__: x.is_quantized},
 }
-"""As the documentation of torch.use_deterministic_algorithms names them -> operators, and when they raise on CUDA."""
+"""Names in the documentation of torch.use_deterministic_algorithms -> operators, and when they raise on CUDA."""
 RAISE = {name: when for operators in WITHOUT_DETERMINISTIC_KERNEL.values() for name, when in operators.items()}
 
 
 class Uncompiled(TorchDispatchMode):
-    """Nothing is compiled in it: to hide its operations from dynamo would take a tenth of their time."""
+    """A mode in which nothing is compiled. Hiding its operations from dynamo would take a tenth of their time."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -260,7 +263,7 @@ class Uncompiled(TorchDispatchMode):
 
 
 class Memory:
-    """The bytes of the device's tensors: a view has those of the tensor that it is a view of."""
+    """The bytes of the device's tensors. A view shares the bytes of its base."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.allocated, self.peak = limit, 0, 0
@@ -282,7 +285,7 @@ class Memory:
 
     @contextmanager
     def ignore(self):
-        """Count no new tensors in here."""
+        """Do not count new tensors within this context."""
         self.is_ignoring = True
         try:
             yield
@@ -295,7 +298,7 @@ class Memory:
 
 
 class Device(Uncompiled):
-    """A device that is there while it is active. It counts what it is asked to do.
+    """A device that exists while it is active, and counts the operations on it.
 
     Args:
         float64: whether it computes in float64.
@@ -314,21 +317,21 @@ class Device(Uncompiled):
         self.kernels: Counter[str] = Counter()
         """Kernels by the name of their operator."""
         self.operators: set[torch._ops.OpOverload] = set()
-        """All that ran on it."""
+        """All operators that ran on it."""
         self.signatures: set[tuple] = set()
         """All kernels that ran outside of captures, with the dtypes of their arguments."""
         self.capture = None
-        """The capture that is going on, if there is one."""
+        """The current capture, if there is one."""
         self.pinned: set[int] = set()
-        """Addresses of pinned memory of the host."""
+        """Addresses of pinned host memory."""
         self.pending_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Targets on the host that have no values until the host waits, and these values."""
+        """Targets on the host that have no values until the host waits, and their values."""
 
     def __enter__(self):
         active_devices.append(self)
         self.torch_cuda = pretended_cuda.activate(self) if NAME == "cuda" else nullcontext()
         self.torch_cuda.__enter__()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) then also comes by here
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) then also reaches this mode
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -361,13 +364,13 @@ class Device(Uncompiled):
         if not self.capture and launches_kernel(func, result):
             self.kernels[name.removeprefix("aten::")] += 1
             self.signatures.add(get_signature(func, tensors))
-        known = {id(x.cpu_data): x for x in on_device}  # what was changed in place is still the same tensor
+        known = {id(x.cpu_data): x for x in on_device}  # a tensor that was changed in place stays the same object
         if isinstance(result, (tuple, list)):
             return type(result)([self.wrap(x, known) for x in result])
         return self.wrap(result, known)
 
     def run_on_host(self, func, args, kwargs):
-        """Compute what has nothing to do with the device, except that memory of the host may be pinned for it."""
+        """Compute an operator that does not use the device. Host memory may be pinned, though."""
         name = func._schema.name
         if NAME != "cuda":
             return func(*args, **kwargs)
@@ -380,7 +383,7 @@ class Device(Uncompiled):
         return func(*args, **kwargs)
 
     def launch(self, kernel, arguments):
-        """Launch a kernel that is no operator of torch, a pretended_cuda.TritonLaunch."""
+        """Launch a kernel that is not an operator of torch, a pretended_cuda.TritonLaunch."""
         if self.capture:
             self.capture.add_launch(kernel, arguments)
             return
@@ -439,9 +442,9 @@ class Device(Uncompiled):
     def count_copy(self, name, args, kwargs, is_here, result):
         """Count a copy between host and device, and whether the host waits for it.
 
-        It does unless the copy is `non_blocking`: PyTorch then synchronizes the stream. A copy that is not blocking
-        waits where the memory of the host is pageable, except for what is small enough to be staged. Else a copy to the
-        host arrives later: until the host waits for anything its target holds nonsense.
+        It waits unless the copy is `non_blocking`, because PyTorch then synchronizes the stream. A non-blocking copy
+        waits if the memory of the host is pageable, except if it is small enough to be staged. Otherwise a copy to the
+        host arrives later: its target holds invalid values until the host waits for anything.
         """
         is_new = name == "aten::_to_copy"
         source, to_device = (args[0], is_here) if is_new else (args[1], isinstance(args[0], DeviceTensor))
@@ -455,7 +458,7 @@ class Device(Uncompiled):
                 self.wait()
         else:
             if is_new and non_blocking and NAME == "cuda":
-                self.pin(result)  # torch makes it so
+                self.pin(result)  # as torch does
             if non_blocking and result.untyped_storage().data_ptr() in self.pinned:
                 self.pending_copies.append((result, result.clone()))
                 result.fill_(torch.nan if result.is_floating_point() else -1)
@@ -463,7 +466,7 @@ class Device(Uncompiled):
                 self.wait()
 
     def wait(self):
-        """Count that the host waits until the device is done: all copies have arrived."""
+        """Count that the host waits until the device is done, and complete all copies."""
         self.waits[line()] += 1
         pending, self.pending_copies = self.pending_copies, []
         for target, values in pending:
@@ -489,7 +492,7 @@ def launches_kernel(func, result):
 
 
 def line():
-    """The innermost line of the package that is being executed."""
+    """Return the innermost line of the package that is being executed."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
@@ -499,7 +502,7 @@ def line():
 
 
 class Decomposed(Uncompiled):
-    """The CPU itself, with composite operations taken apart as they are for a Device: the same steps, the same bits."""
+    """The CPU, with composite operations decomposed as for a Device, so that results are identical."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

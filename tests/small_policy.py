@@ -1,4 +1,4 @@
-"""A policy small enough to sum over everything that it can say: three tokens, one of them the stop, two steps."""
+"""A policy small enough to sum over all of its outputs: three tokens, one of which stops, and two steps."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ MASK = torch.arange(LENGTH) < LENGTHS[:, None]  # [N, T]
 
 
 def thetas(count=2, seed=5):
-    """[W, W] logits each: of the first token, then of the second given the first."""
+    """Return [W, W] logits each: of the first token, then of the second given the first."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(WORDS, WORDS, dtype=F64, generator=generator).requires_grad_() for _ in range(count)]
 
 
 def distributions(theta):
-    """[N, T, V] log-probabilities of every token that could have stood at t."""
+    """Return [N, T, V] log-probabilities of every possible token at t."""
     states = torch.tensor([[0, 1 + ids[0] if len(ids) > 1 else 0] for ids in SEQUENCES])
     return theta.log_softmax(-1)[states]
 
 
 def token_scores(theta):
-    """[N, T] log-probability of each token of each sequence, 0 where it has ended."""
+    """Return [N, T] log-probability of each token of each sequence, 0 after its end."""
     tokens = torch.tensor([ids + (0,) * (LENGTH - len(ids)) for ids in SEQUENCES])
     return distributions(theta).gather(-1, tokens[..., None])[..., 0].masked_fill(~MASK, 0.0)
 
 
 def chances(theta):
-    """[N], adding up to 1."""
+    """Return [N] probabilities, which sum to 1."""
     return token_scores(theta).sum(-1).exp()
 
 
 def exact_kl(theta, ref):
-    """[N, T]: at each state that a sequence passes."""
+    """Return [N, T] exact KL at each state of a sequence."""
     mine, other = distributions(theta), distributions(ref)
     return (mine.exp() * (mine - other)).sum(-1).masked_fill(~MASK, 0.0)
 
 
 @cache
 def groups(size):
-    """[number of groups, G] indices into SEQUENCES: every group there is."""
+    """Return [number of groups, G] indices into SEQUENCES: all possible groups."""
     return torch.tensor(list(itertools.product(range(len(SEQUENCES)), repeat=size)))
 
 
@@ -75,7 +75,7 @@ def grades(rewards, lengths=None, correct=None, parts=None, weights=None):
 
 @cache
 def advantages_of(cfg, rewards):
-    """[groups, G], each group compared as if it were a whole step."""
+    """Return [groups, G], each group treated as a whole step."""
     members = groups(cfg.group_size)
     values = torch.tensor(rewards, dtype=F64)[members]
     lengths = LENGTHS[members].double()
@@ -85,7 +85,7 @@ def advantages_of(cfg, rewards):
 
 @cache
 def weights_of(cfg):
-    """[groups, G, T], each group a minibatch; float64 as nothing else in these sums may round."""
+    """Return [groups, G, T], each group a minibatch, in float64, because nothing else in these sums may round."""
     masks = MASK[groups(cfg.group_size)].double()
     rows = torch.tensor(cfg.group_size)
     return torch.stack([AGGREGATES[cfg.aggregate](mask, rows, mask.sum(), cfg) for mask in masks])
@@ -107,7 +107,7 @@ def batch_of(mask, **tensors):
 
 
 def records(members, rewards):
-    """The groups as a sampler and a task would hand them over."""
+    """Return the groups as a sampler and a task produce them."""
     completions = [Completion(ids, (0.0,) * len(ids), "", True) for ids in SEQUENCES]
     return [
         Group(Prompt("p", ""), (0,), tuple(completions[n] for n in group), tuple(Reward(rewards[n]) for n in group))
@@ -116,7 +116,7 @@ def records(members, rewards):
 
 
 def expected_gradient(theta, cfg, rewards, ref=None, old=None):
-    """E over every group that `old` (None: theta itself) draws of the gradient of the package's loss."""
+    """Return the expected gradient of the package's loss over all groups drawn by `old` (None: theta itself)."""
     old = theta if old is None else old
     members = groups(cfg.group_size)
     mask = MASK[members].flatten(0, 1)
@@ -133,7 +133,7 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
         scores = scores._replace(kl=rows(exact_kl(theta, ref.detach()))) if cfg.kl == "exact" else scores
     advantages = advantages_of(without_kl(cfg), tuple(rewards))
     if cfg.kl_coef and cfg.kl_in != "loss":
-        # As the package measures it: under the policy that drew the rollouts.
+        # Measured as in the package: under the policy that drew the rollouts.
         sampled = Scores(rows(old_logprobs), scores.entropy, None if scores.kl is None else scores.kl.detach())
         charged = replace(batch, kl=grpo.estimate_kl(sampled, batch.ref_logprobs, rows(old_logprobs), cfg))
         advantages, _ = grpo.compute_advantages(

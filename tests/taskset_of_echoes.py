@@ -1,4 +1,4 @@
-"""A taskset and a tool, as the users of `verifiers` write them."""
+"""A taskset and a tool, as users of `verifiers` write them."""
 
 import verifiers.v1 as vf
 

@@ -1,4 +1,4 @@
-"""What `make bench`, `trl-search`, `accuracy` and `growth` are made of, on figures that were not measured."""
+"""Test the scripts behind `make bench`, `trl-search`, `accuracy` and `growth` on made-up figures."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ ThreadingHTTPServer(("127.0.0.1", int(settings["--port"])), Answers).serve_forev
 
 @pytest.fixture
 def of(monkeypatch, tmp_path):
-    """A module of benchmarks/, which finds no peer in an environment of its own and no search but the test's."""
+    """Return an importer of modules in benchmarks/, without installed peers and with the test's own search results."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     setups, processes = importlib.import_module("trl_setups"), importlib.import_module("processes")
-    monkeypatch.setattr(setups, "FOUND", tmp_path / "trl_best.json")
+    monkeypatch.setattr(setups, "BEST_FILE", tmp_path / "trl_best.json")
     monkeypatch.setattr(processes, "VLLM", tmp_path / "no-vllm")
     monkeypatch.setattr(processes, "LLAMA", tmp_path / "llama")
     return importlib.import_module
@@ -73,27 +73,27 @@ def turn(seconds, generate, update, reward=0.0):
     return {"seconds": seconds, "generate": generate, "update": update, "reward": reward}
 
 
-def test_a_job_is_told_by_sums_and_a_step_by_medians(of):
+def test_jobs_are_compared_by_sums_and_steps_by_medians(of):
     turns = [
         (turn(1, 0.5, 0.5, 0.25), turn(8, 4, 4)),
         (turn(2, 1, 1, 0.75), turn(4, 1, 3)),
         (turn(3, 1, 2), turn(3, 1, 2)),
     ]
     result = {"peer": "trl-x", "goal": None, "prompts": 4, "group": 16, "tokens": 24, "turns": turns, "peaks": (2, 4)}
-    job = of("bench").row_of({**result, "work": "job"}).split(" | ")
+    job = of("bench").make_row({**result, "work": "job"}).split(" | ")
     assert job[2:5] == ["6.00", "15.00", "**2.50x**"]
     assert job[6:10] == ["2.40x", "2.57x", "0.33", "0.00"]
-    assert of("bench").row_of({**result, "work": "step"}).split(" | ")[2:5] == ["2.00", "4.00", "**2.00x**"]
+    assert of("bench").make_row({**result, "work": "step"}).split(" | ")[2:5] == ["2.00", "4.00", "**2.00x**"]
     for work in ("job", "step", "sample"):
-        rows = of("bench").row_of({**result, "work": work}), of("bench").heading(work).splitlines()[0]
+        rows = of("bench").make_row({**result, "work": work}), of("bench").make_heading(work).splitlines()[0]
         assert len({row.count("|") for row in rows}) == 1
 
 
-def test_what_is_not_the_same_work_is_refused(of):
+def test_different_work_is_refused(of):
     bench = of("bench")
-    duel = bench.sample("vllm-eager", 4, 8, 64, None)
+    duel = bench.make_sample_comparison("vllm-eager", 4, 8, 64, None)
     facts = {"dtype": "bfloat16"}, {"dtype": "float16"}
-    bf16, fp16 = (argparse.Namespace(facts=said) for said in facts)
+    bf16, fp16 = (argparse.Namespace(info=said) for said in facts)
     bench.check_same_work(duel, bf16, bf16, [({"tokens": 9}, {"tokens": 9})])
     with pytest.raises(SystemExit, match="vllm-eager did other work"):
         bench.check_same_work(duel, bf16, fp16, [({"tokens": 9}, {"tokens": 9})])
@@ -101,7 +101,7 @@ def test_what_is_not_the_same_work_is_refused(of):
         bench.check_same_work(duel, bf16, bf16, [({"tokens": 9}, {"tokens": 8})])
 
 
-def test_peers_that_are_missing_are_lines_that_name_their_target(of, capsys, monkeypatch, tmp_path):
+def test_missing_peers_are_reported_with_their_make_target(of, capsys, monkeypatch, tmp_path):
     tables = ["vllm-64", "llama-256", "step-256"]
     words = [
         "bench.py",
@@ -118,7 +118,7 @@ def test_peers_that_are_missing_are_lines_that_name_their_target(of, capsys, mon
     said = capsys.readouterr().out.splitlines()
     assert "| vllm-eager | not installed: make vllm |" in said
     assert "| llama-server | not installed: make llama |" in said
-    assert "| trl-best-bf16 | nobody has searched here yet: make trl-search |" in said
+    assert "| trl-best-bf16 | not searched yet: make trl-search |" in said
     assert not (tmp_path / "x").exists()
     targets = (BENCHMARKS.parent / "Makefile").read_text()
     assert all(f"\n{target}:" in targets for target in ("vllm", "llama", "trl-search", "setup"))
@@ -127,7 +127,7 @@ def test_peers_that_are_missing_are_lines_that_name_their_target(of, capsys, mon
 # ---------------------------------------------------------------- llama.cpp
 
 
-def test_llamas_server_is_asked_for_whole_groups_drawn_from_the_whole_distribution(of, tmp_path):
+def test_llama_server_gets_whole_groups_with_unrestricted_sampling(of, tmp_path):
     llama, heard = tmp_path / "llama", tmp_path / "heard.jsonl"
     server = llama / "build/bin/llama-server"
     server.parent.mkdir(parents=True)
@@ -136,9 +136,9 @@ def test_llamas_server_is_asked_for_whole_groups_drawn_from_the_whole_distributi
     (llama / "smollm2-135m-bf16.gguf").touch()
     settings = {"tokens": 5, "prompts": 2, "group": 3}
     with of("processes").Contender("sample", "llama-server", settings, tmp_path) as contender:
-        assert contender.facts["dtype"] == "bfloat16"
-        assert contender.turn()["tokens"] == 30
-        contender.turn()
+        assert contender.info["dtype"] == "bfloat16"
+        assert contender.take_turn()["tokens"] == 30
+        contender.take_turn()
         assert contender.close()["peak_gb"] > 0
     rows = [json.loads(line) for line in heard.read_text().splitlines()]
     assert len(rows) == 4
@@ -156,7 +156,7 @@ def test_llamas_server_is_asked_for_whole_groups_drawn_from_the_whole_distributi
     assert len({body["seed"] for _, body in rows}) == 2
 
 
-def test_weights_for_llama_are_those_of_the_file_in_bfloat16(of, tmp_path):
+def test_weights_for_llama_are_the_weights_of_the_file_in_bfloat16(of, tmp_path):
     source, target = tmp_path / "small.gguf", tmp_path / "bf16.gguf"
     writer = GGUFWriter(source, "llama")
     writer.add_string("tokenizer.ggml.model", "gpt2")
@@ -170,7 +170,7 @@ def test_weights_for_llama_are_those_of_the_file_in_bfloat16(of, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    of("llama_weights").written(source, target)
+    of("llama_weights").convert(source, target)
     made, read = GGUFReader(target), GGUFReader(source)
     for name, field in read.fields.items():
         if not name.startswith(("GGUF.", "general.")):
@@ -182,58 +182,59 @@ def test_weights_for_llama_are_those_of_the_file_in_bfloat16(of, tmp_path):
     assert (tensors["norm"].data == norm).all()
 
 
-# ---------------------------------------------------------------- TRL's setups
+# ---------------------------------------------------------------- setups of TRL
 
 
-def test_an_update_goes_in_equal_pieces_as_large_as_the_setup_lets(of):
+def test_update_is_split_into_equal_micro_batches_of_the_largest_size(of):
     setups = of("trl_setups")
     pieces = {
-        (rows, tokens): setups.pieces_of(setups.DOCUMENTED, rows, tokens) for rows, tokens in ((32, 64), (64, 24))
+        (rows, tokens): setups.count_micro_batches(setups.DOCUMENTED, rows, tokens)
+        for rows, tokens in ((32, 64), (64, 24))
     }
     assert set(pieces.values()) == {1}
-    assert setups.pieces_of(setups.DOCUMENTED, 32, 256) == 4
-    assert setups.pieces_of(setups.DOCUMENTED, 192, 56) == 6
-    assert setups.pieces_of(setups.AS_IT_COMES, 32, 64) == 4
-    assert setups.pieces_of(setups.AS_IT_COMES, 12, 64) == 2
+    assert setups.count_micro_batches(setups.DOCUMENTED, 32, 256) == 4
+    assert setups.count_micro_batches(setups.DOCUMENTED, 192, 56) == 6
+    assert setups.count_micro_batches(setups.DEFAULTS, 32, 64) == 4
+    assert setups.count_micro_batches(setups.DEFAULTS, 12, 64) == 2
 
 
-def test_a_setup_goes_to_a_contender_and_back(of):
+def test_setups_survive_formatting_and_parsing(of):
     setups = of("trl_setups")
-    changed = setups.FORMATS["bf16"].over(
+    changed = setups.FORMATS["bf16"].override(
         {"rows": 8, "model": {"a": 1}, "environment": dict.fromkeys(setups.ALLOCATOR)}
     )
-    assert setups.setup_of(setups.named(changed)) == changed
+    assert setups.get_setup(setups.format_name(changed)) == changed
     assert changed.arguments == {"gradient_checkpointing": False, "bf16": False}
     assert set(changed.environment.values()) == {None}
-    assert setups.setup_of("trl-as-it-comes").arguments == {} and setups.setup_of("trl-as-it-comes").environment == {}
+    assert setups.get_setup("trl-as-it-comes").arguments == {} and setups.get_setup("trl-as-it-comes").environment == {}
     with pytest.raises(setups.NoSearchError):
-        setups.setup_of("trl-best-bf16")
+        setups.get_setup("trl-best-bf16")
 
 
-def test_the_best_is_what_gains_alone_and_still_gains_with_the_others(of, monkeypatch, tmp_path, capsys):
+def test_search_keeps_options_that_gain_alone_and_together(of, monkeypatch, tmp_path, capsys):
     search = of("trl_search")
     monkeypatch.setattr(search, "OPTIONS", {name: {"model": {name: 1}} for name in "abcdef"})
     factors = {"a": 0.9, "b": 0.5, "c": 0.99, "d": 1.2, "e": 0.8}
 
-    def tried(setup, work, repeats):
+    def run_setup(setup, work, repeats):
         names = sorted(setup.model)
         if names == ["f"]:
             return {"failed": "does not run: no"}
         x = math.prod(factors[name] for name in names) * (3 if {"b", "a"} <= set(names) else 1)
         return {"ours": 2.0, "theirs": 4 * x, "times": 2 * x, "gb": 1.0}
 
-    monkeypatch.setattr(search, "tried", tried)
-    monkeypatch.setattr(search, "FOUND", tmp_path / "trl_best.json")
+    monkeypatch.setattr(search, "run_setup", run_setup)
+    monkeypatch.setattr(search, "BEST_FILE", tmp_path / "trl_best.json")
     into = tmp_path / "search.jsonl"
     monkeypatch.setattr(sys, "argv", ["trl_search.py", "--formats", "bf16", "--into", str(into)])
     search.main()
     found = json.loads((tmp_path / "trl_best.json").read_text())["bf16"]
     assert found["options"] == ["b", "e"]
-    assert of("trl_setups").setup_of("trl-best-bf16").model == {"b": 1, "e": 1}
+    assert of("trl_setups").get_setup("trl-best-bf16").model == {"b": 1, "e": 1}
     said = capsys.readouterr().out
     assert "| b | 2.00 | 2.00 | 1.00x | 0.50x | 1.0 |" in said and "| f | does not run: no |" in said
     rows = into.read_text()
-    monkeypatch.setattr(search, "tried", None)  # nothing is measured twice
+    monkeypatch.setattr(search, "run_setup", None)  # nothing is measured twice
     search.main()
     assert into.read_text() == rows
 
@@ -245,23 +246,23 @@ def seed_of(peer, seed, seconds, reached=True, steps=3):
     return {"task": "one-digit", "peer": peer, "seed": seed, "seconds": seconds, "reached": reached, "steps": steps}
 
 
-def test_time_to_accuracy_is_a_median_and_says_what_was_not_reached(of):
+def test_time_to_accuracy_is_a_median_and_lists_unreached_seeds(of):
     accuracy = of("accuracy")
     ours = [{**seed_of("pellucid", i, 10 + i), "peak_gb": 3.0} for i in range(5)]
     theirs = [{**seed_of("trl-x", i, 60 + i, reached=i > 1, steps=30 - i), "peak_gb": 9.0} for i in range(5)]
-    row = accuracy.row_of("one-digit", "trl-x", theirs, ours)
+    row = accuracy.make_row("one-digit", "trl-x", theirs, ours)
     assert row == "| one-digit | trl-x | 3 of 5 | 28 | 64 | not in 60, not in 61, 62, 63, 64 | 5.3x | 9.0 |"
-    never = accuracy.row_of("one-digit", "trl-x", theirs[:3], ours)
+    never = accuracy.make_row("one-digit", "trl-x", theirs[:3], ours)
     assert "| 1 of 3 | not reached in 30 steps |  | not in 60, not in 61, 62 |  |" in never
 
 
-def test_a_seed_that_is_known_is_not_run_again(of, monkeypatch, tmp_path, capsys):
+def test_finished_seeds_are_not_run_again(of, monkeypatch, tmp_path, capsys):
     accuracy, into, ran = of("accuracy"), tmp_path / "accuracy.jsonl", []
 
     class Trained:
         def __init__(self, work, peer, settings, folder, words):
             ran.append((peer, settings["seed"], words))
-            self.facts, self.taken = {"steps": 5}, 0
+            self.info, self.taken = {"steps": 5}, 0
 
         def __enter__(self):
             return self
@@ -269,7 +270,7 @@ def test_a_seed_that_is_known_is_not_run_again(of, monkeypatch, tmp_path, capsys
         def __exit__(self, *_):
             pass
 
-        def turn(self):
+        def take_turn(self):
             right = 0.3 * self.taken if ran[-1][0] == "pellucid" else 0.1
             self.taken += 1
             return {"step": self.taken - 1, "seconds": min(self.taken - 1, 1), "mean": right, "greedy": 0, "k": 8}
@@ -295,7 +296,7 @@ def test_a_seed_that_is_known_is_not_run_again(of, monkeypatch, tmp_path, capsys
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A model that can read questions of arithmetic, and says anything."""
+    """Return a model that can read arithmetic questions and gives random answers."""
     folder, tokenizer = tmp_path_factory.mktemp("tiny"), character_tokenizer(string.printable)
     tokenizer.chat_template = CHAT
     torch.manual_seed(0)
@@ -305,7 +306,7 @@ def tiny(tmp_path_factory):
 
 
 def answers(turns, *arguments):
-    """What a contender says: that it is ready, of its turns, and at the end."""
+    """Return the output of a contender: when it is ready, for each turn, and at the end."""
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "contenders.py", *map(str, arguments)],
         input="\n" * turns,
@@ -319,7 +320,7 @@ def answers(turns, *arguments):
 
 
 @pytest.mark.slow
-def test_ours_and_trls_training_are_graded_by_the_same_evaluation(tiny, tmp_path, monkeypatch):
+def test_our_training_and_that_of_trl_are_graded_by_the_same_evaluation(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--policy.model", tiny, "--policy.dtype", "float32", "--sampler.max-tokens", "2", "--algorithm.steps", "2"]
     sizes = ["--algorithm.prompts-per-step", "2", "--algorithm.group-size", "2", "--evaluate.n", "8"]
@@ -335,7 +336,7 @@ def test_ours_and_trls_training_are_graded_by_the_same_evaluation(tiny, tmp_path
 
 
 @pytest.mark.slow
-def test_a_job_of_trl_learns_from_real_rewards(tiny, tmp_path, monkeypatch):
+def test_trl_job_learns_from_real_rewards(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = [f"--{name}={n}" for name, n in {"prompts": 2, "group": 2, "tokens": 2}.items()]
     ready, *turns, _ = answers(2, "job", "trl-as-it-comes", f"--model={tiny}", *sizes)
@@ -344,8 +345,8 @@ def test_a_job_of_trl_learns_from_real_rewards(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_by_whoever_is_asked_to(of, tiny, tmp_path, monkeypatch):
-    """By ours, by transformers' code, by TRL through peft; whole weights beside them."""
+def test_every_contender_trains_an_adapter(of, tiny, tmp_path, monkeypatch):
+    """The contenders are our kernels, transformers' code and TRL with peft."""
     monkeypatch.chdir(tmp_path)
     duels = of("bench").TABLES["lora"]
     assert {duel.settings["lora"] for duel in duels} == {16}
@@ -355,7 +356,7 @@ def test_an_adapter_is_trained_by_whoever_is_asked_to(of, tiny, tmp_path, monkey
         assert ready["ready"] == 1 and turn["generate"] > 0 and turn["update"] > 0
 
 
-def test_weights_that_are_followed_are_those_that_sample(tiny):
+def test_updated_weights_are_used_for_sampling(tiny):
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = CHAT
     one, other = (Policy(tiny_llama_of(tokenizer), tokenizer) for _ in range(2))
@@ -370,47 +371,62 @@ def test_weights_that_are_followed_are_those_that_sample(tiny):
     assert said(one) == expected != before
 
 
-def test_two_digit_arithmetic_has_prefixes_for_ours_alone(of):
+def test_two_digit_arithmetic_has_prefixes_only_for_our_training(of):
     course = of("course")
-    ours, plain, theirs = (course.settings("two-digit", peer, 3) for peer in ("pellucid", "pellucid-plain", "trl-bf16"))
+    ours, plain, theirs = (
+        course.make_config("two-digit", peer, 3) for peer in ("pellucid", "pellucid-plain", "trl-bf16")
+    )
     assert ours.task.name == "prefixed" and plain == theirs
     assert theirs.task == ours.task.task == Arithmetic(seed=3, digits=2, operators=("+", "-"))
     assert {cfg.algorithm.seed for cfg in (ours, theirs)} == {3} and {cfg.evaluate.k for cfg in (ours, theirs)} == {8}
-    job = course.trl_job(theirs)
-    assert (job.steps, job.per_step, job.group, job.lr, job.schedule) == (120, 24, 8, 8e-5, "linear")
+    job = course.make_trl_job(theirs)
+    assert (job.steps, job.prompts_per_step, job.group_size, job.lr, job.schedule) == (120, 24, 8, 8e-5, "linear")
     assert [prompt.text for prompt in job.prompts[24:48]] == [p.text for p in theirs.task.sample(1, 24)]
 
 
 # ---------------------------------------------------------------- growth
 
 
-def test_a_part_needs_the_longer_of_its_operations_and_its_bytes(of):
+def test_limit_of_a_part_is_the_longer_of_compute_and_memory_time(of):
     roofline = of("roofline")
     work = {"products": roofline.Work(100.0, 1.0), "reads": roofline.Work(1.0, 100.0)}
-    assert roofline.at_the_limit(work, speed=50.0, width=20.0) == {"products": 2.0, "reads": 5.0}
+    assert roofline.compute_limits(work, speed=50.0, bandwidth=20.0) == {"products": 2.0, "reads": 5.0}
 
 
 def test_every_part_of_a_step_is_measured(of):
     roofline, policy = of("roofline"), make_policy()
     sampler = NativeSampler()
     sampler.sync(policy)
-    with roofline.measured(OneProcessRuntime(policy)) as laps:
+    with roofline.time_parts(OneProcessRuntime(policy)) as seconds:
         sampler.generate(Arithmetic().sample(0, 1), Sampling(2, max_tokens=3))
-    assert {"prompts", "tokens", "drawing"} <= laps.keys()
+    assert {"prompts", "tokens", "drawing"} <= seconds.keys()
 
 
-def test_operations_of_a_token_follow_from_the_sizes_of_the_model(of):
+def test_operations_per_token_follow_from_the_sizes_of_the_model(of):
     roofline, policy = of("roofline"), make_policy()
     cfg, parameters = policy.model.config, dict(policy.model.named_parameters())
     matrices = sum(x.numel() for name, x in parameters.items() if "_proj" in name)
     head = cfg.vocab_size * cfg.hidden_size
-    work = roofline.work_of(policy, roofline.Options(tokens=2, prompts=1, group=1), context=3)
-    reads = 4 * cfg.num_hidden_layers * cfg.hidden_size * (3 + 1)  # of the prompt's tokens and the one before it
+    work = roofline.estimate_work(policy, roofline.Options(tokens=2, prompts=1, group=1), prompt_length=3)
+    reads = 4 * cfg.num_hidden_layers * cfg.hidden_size * (3 + 1)  # for the prompt's tokens and the one before it
     assert work["tokens"].gflop == pytest.approx((2 * matrices + reads + 2 * head) / 1e9)
     assert work["optimizer"].gb == pytest.approx(34 * sum(x.numel() for x in parameters.values()) / 1e9)
 
 
-def test_seeds_are_drawn_as_their_mean_and_range(of, tmp_path):
+@pytest.mark.slow
+def test_step_is_compared_with_its_limits(of, tmp_path, monkeypatch, capsys):
+    """The whole script runs, except for the large matrix product, which takes minutes without bf16."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path)
+    make_policy().save(tmp_path)
+    roofline = of("roofline")
+    monkeypatch.setattr(roofline, "measure_matmul_speed", lambda: 1.0)
+    roofline.main(roofline.Options(tokens=2, prompts=2, group=2, repeats=1, model=str(tmp_path)))
+    assert "| **step** |" in capsys.readouterr().out
+
+
+def test_seeds_are_plotted_as_their_mean_and_range(of, tmp_path):
     seeds, runs = of("seeds"), [tmp_path / "0", tmp_path / "1"]
     for run, accuracy in zip(runs, (0.75, 0.95), strict=True):
         run.mkdir()
@@ -424,14 +440,14 @@ def test_seeds_are_drawn_as_their_mean_and_range(of, tmp_path):
         assert text in two
 
 
-def test_three_axes_and_their_limits_are_on_one_plot(of):
+def test_three_axes_and_their_limits_are_in_one_plot(of):
     growth = of("growth")
     parts = {"update": 2, "generate": 1, "peak": 1}
     rows = {
         axis: {n * base: {"seconds": 3.0 * n, "limit": n, **parts} for n in (1, 2, 4, 8)}
         for axis, base in growth.BASE.items()
     }
-    lines = growth.together(rows)
+    lines = growth.make_axis_series(rows)
     assert [line.label for line in lines] == [
         "prompts",
         "group",
@@ -443,21 +459,21 @@ def test_three_axes_and_their_limits_are_on_one_plot(of):
     assert [[(p.x, p.y) for p in line.points] for line in lines] == [[(1, 3), (2, 6), (4, 12)]] * 3 + [
         [(1, 1), (2, 2), (4, 4)]
     ] * 3
-    assert growth.join_charts(growth.charts(rows)).count("<svg class") == 3
-    assert "| 128 | 6.00 | 2.00 | 1.00 | 2.00 | 3.00 | 1.0 |" in growth.table("tokens", rows["tokens"])
+    assert growth.join_charts(growth.draw_charts(rows)).count("<svg class") == 3
+    assert "| 128 | 6.00 | 2.00 | 1.00 | 2.00 | 3.00 | 1.0 |" in growth.format_table("tokens", rows["tokens"])
 
 
 # ---------------------------------------------------------------- GSM8K
 
 
-def test_a_finished_run_with_other_settings_is_not_taken_for_the_one_that_is_asked_for(of, tmp_path):
+def test_finished_run_with_other_settings_is_detected(of, tmp_path):
     gsm8k = of("gsm8k")
     trial = ["--algorithm.steps", "2", "--algorithm.micro_batch", "4"]
     asked = config.load_config(gsm8k.RECIPE, [*map(str, gsm8k.list_data_flags()), *trial])
     (tmp_path / "config.json").write_text(json.dumps(dump_settings(config.resolve_config(asked))))
-    assert gsm8k.list_other_settings(tmp_path, []) == []  # not finished: it is resumed
+    assert gsm8k.list_other_settings(tmp_path, []) == []  # not finished, so it is resumed
     (tmp_path / "model").mkdir()
-    assert gsm8k.list_other_settings(tmp_path, []) == []  # made by another script: it is evaluated
+    assert gsm8k.list_other_settings(tmp_path, []) == []  # made by another script, so it is evaluated
     (tmp_path / "evals.jsonl").touch()
     assert gsm8k.list_other_settings(tmp_path, ["--algorithm.steps", "2"]) == []
     assert gsm8k.list_other_settings(tmp_path, []) == ["algorithm.steps = 2, not 160"]

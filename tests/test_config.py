@@ -1,4 +1,4 @@
-"""Settings: defaults < recipe < command line; every recipe parses; mistakes are one line that names the mend."""
+"""Test that settings come from defaults, recipe and command line, and that errors are one line and suggest a fix."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def recipe(tmp_path, text):
     return path
 
 
-def test_there_are_recipes():
+def test_recipes_are_found():
     assert {"arithmetic", "arithmetic_hard"} <= {path.stem for path in RECIPES}
 
 
 def contains(loaded, stated):
-    """Whether `loaded` is what the recipe states; what a table of the recipe leaves out is free."""
+    """Return whether `loaded` has all values that the recipe states."""
     if isinstance(stated, dict):
         return all(contains(loaded[key], value) for key, value in stated.items())
     if isinstance(stated, list):
@@ -54,7 +54,7 @@ def test_every_recipe_parses_and_states_only_what_differs():
                 )
 
 
-def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
+def test_command_line_overrides_recipe_and_recipe_overrides_defaults(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 7\ngroup_size = 4\n[task]\nname = 'arithmetic'\ndigits = 2\n")
     cfg = config.load_config(path, ["--algorithm.group-size", "16", "--task.operators", "-", "*", "--policy.lora", "8"])
     assert (cfg.algorithm.steps, cfg.algorithm.group_size, cfg.algorithm.epochs) == (7, 16, 1)
@@ -89,7 +89,7 @@ def test_settings_survive_json(tmp_path):
         ("[policy\n", "recipe.toml"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_mend(tmp_path, text, complaint):
+def test_errors_in_a_recipe_are_one_line_with_a_hint(tmp_path, text, complaint):
     with pytest.raises(UserError) as error:
         config.load_config(recipe(tmp_path, text))
     assert complaint in str(error.value)
@@ -109,12 +109,12 @@ FLOATS = [
 ]
 
 
-def test_all_settings_that_are_floats_are_tried():
+def test_float_settings_are_collected():
     assert {"algorithm.kl_coef", "algorithm.soft_temperature", "optimizer.betas", "sampler.temperature"} <= set(FLOATS)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_no_float_of_a_setting_may_be_infinite_or_no_number(tmp_path, value):
+def test_float_settings_must_be_finite(tmp_path, value):
     for key in FLOATS:
         section, name = key.split(".")
         written = f"[{value}, 0.5]" if name in ("betas", "soft_temperature") else value
@@ -138,7 +138,7 @@ def test_no_float_of_a_setting_may_be_infinite_or_no_number(tmp_path, value):
         ),
     ],
 )
-def test_no_float_of_a_task_either(tmp_path, text, said):
+def test_float_settings_of_tasks_must_be_finite(tmp_path, text, said):
     with pytest.raises(UserError, match=said):
         config.load_config(recipe(tmp_path, f"[task]\n{text}\n"))
 
@@ -146,23 +146,23 @@ def test_no_float_of_a_task_either(tmp_path, text, said):
 @pytest.mark.parametrize(
     "text", ["betas = [2.0, 3.0]", "betas = [0.9, 1.0]", "betas = [-0.1, 0.9]", "eps = 0.0", "lr = -1.0"]
 )
-def test_settings_of_the_optimizer_are_in_their_ranges(tmp_path, text):
+def test_optimizer_settings_out_of_range_are_refused(tmp_path, text):
     with pytest.raises(UserError, match=f"optimizer: {text.split(' ')[0]}"):
         config.load_config(recipe(tmp_path, f"[optimizer]\n{text}\n"))
 
 
-def test_a_list_is_no_settings(tmp_path):
+def test_settings_file_with_a_list_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(UserError, match=r"list.json is not a JSON object of settings"):
         config.load_config(tmp_path / "list.json")
 
 
-def test_on_the_command_line_too():
+def test_float_settings_on_the_command_line_must_be_finite():
     with pytest.raises(UserError, match=r"algorithm.kl_coef: Input should be a finite number \(got 'nan'\)"):
         config.load_config(None, ["--algorithm.kl-coef", "nan"])
 
 
-def test_a_missing_recipe_is_one_line():
+def test_missing_recipe_raises_a_one_line_error():
     with pytest.raises(UserError, match=r"nowhere.toml: cannot be read \(No such file"):
         config.load_config(Path("nowhere.toml"))
 
@@ -187,14 +187,14 @@ def test_a_missing_recipe_is_one_line():
         ("--optimizer.betas 0.9", "optimizer.betas"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line_too(words, said):
+def test_errors_on_the_command_line_are_one_line(words, said):
     with pytest.raises(UserError) as refused:
         config.load_config(None, words.split())
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_mistake_says_whose_it_is(tmp_path):
+def test_error_names_the_recipe_or_the_command_line_as_its_source(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 0\n[policy]\nlora = -1\n")
     with pytest.raises(UserError, match=r"recipe.toml: policy.lora: Input .* greater than or equal to 0 \(got -1\)"):
         config.load_config(path, ["--algorithm.steps", "3"])
@@ -202,7 +202,7 @@ def test_a_mistake_says_whose_it_is(tmp_path):
         config.load_config(path, ["--policy.lora", "0", "--algorithm.steps", "-2"])
 
 
-def test_what_a_recipe_gets_wrong_the_command_line_can_mend(tmp_path):
+def test_command_line_can_fix_errors_of_a_recipe(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 0\n[task]\nname = 'dataset'\n")
     cfg = config.load_config(path, ["--algorithm.steps", "3", "--task.data", "x.jsonl"])
     assert (cfg.algorithm.steps, cfg.task.data) == (3, "x.jsonl")
@@ -230,13 +230,13 @@ def test_what_a_recipe_gets_wrong_the_command_line_can_mend(tmp_path):
         ("--task.operators + -", "task", "operators", ("+", "-")),
     ],
 )
-def test_words_become_what_their_setting_is_made_of(words, section, key, value):
+def test_command_line_words_are_converted_to_the_type_of_the_setting(words, section, key, value):
     found = getattr(getattr(config.load_config(None, words.split()), section), key)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_task_that_is_named_on_the_command_line_takes_nothing_from_that_of_the_recipe(tmp_path):
+def test_task_named_on_the_command_line_ignores_the_task_of_the_recipe(tmp_path):
     path = recipe(tmp_path, "[task]\nname = 'arithmetic'\ndigits = 2\n")
     assert config.load_config(path, ["--task.name", "sorting"]).task_names == ("sorting",)
     assert config.load_config(path, ["--task.name", "arithmetic"]).task.digits == 2
@@ -245,7 +245,7 @@ def test_a_task_that_is_named_on_the_command_line_takes_nothing_from_that_of_the
     assert wrapped.task.task.digits == 1
 
 
-def test_rewards_are_named_on_the_command_line(tmp_path):
+def test_rewards_can_be_set_on_the_command_line(tmp_path):
     path = recipe(tmp_path, "[task]\nname = 'dataset'\ndata = 'x.jsonl'\n[[task.rewards]]\nname = 'math'\n")
     terms = config.load_config(path, ["--task.rewards", "exact", "tagged"]).task.rewards
     assert [(term.name, term.weight) for term in terms] == [("exact", 1.0), ("tagged", 1.0)]
@@ -273,7 +273,7 @@ class Shout:
 """
 
 
-def test_a_task_of_the_users_own_is_its_own_section(tmp_path):
+def test_custom_task_is_its_own_section(tmp_path):
     (tmp_path / "shout_task.py").write_text(OWN_TASK)
     path = recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nword = 'yo'\n")
     cfg = config.load_config(path, ["--task.seed", "3"])
@@ -298,7 +298,7 @@ digits = 2
 """
 
 
-def test_wrappers_hold_their_tasks(tmp_path):
+def test_wrappers_contain_their_tasks(tmp_path):
     loaded = config.load_config(recipe(tmp_path, NESTED), ["--task.task.pool", "50", "--task.task.task.seed", "3"])
     assert loaded.task == Prefixed(Curriculum(Arithmetic(digits=2, seed=3), pool=50), dropout=0.3)
     assert type(loaded.task) is Prefixed
@@ -307,7 +307,7 @@ def test_wrappers_hold_their_tasks(tmp_path):
     assert loaded.task_name == "arithmetic"
 
 
-def test_wrappers_go_through_config_json(tmp_path):
+def test_wrappers_survive_config_json(tmp_path):
     loaded = config.load_config(recipe(tmp_path, NESTED))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.dump_config(loaded)))
@@ -315,7 +315,7 @@ def test_wrappers_go_through_config_json(tmp_path):
     assert config.load_config(path).task_names == ("prefixed", "curriculum", "arithmetic")
 
 
-def test_a_task_of_the_user_s_own_can_be_wrapped(tmp_path):
+def test_custom_task_can_be_wrapped(tmp_path):
     own = f'[task]\nname = "curriculum"\n[task.task]\nname = "{Path(__file__).parent}/digits_task.py:Digits"\n'
     loaded = config.load_config(recipe(tmp_path, own))
     path = tmp_path / "config.json"
@@ -323,7 +323,7 @@ def test_a_task_of_the_user_s_own_can_be_wrapped(tmp_path):
     assert type(config.load_config(path).task.task).__name__ == "Digits"
 
 
-def test_a_wrapper_without_a_task_wraps_the_default_one(tmp_path):
+def test_wrapper_without_a_task_wraps_the_default_task(tmp_path):
     assert config.load_config(recipe(tmp_path, '[task]\nname = "curriculum"\n')).task.task == Arithmetic()
 
 
@@ -337,7 +337,7 @@ def test_a_wrapper_without_a_task_wraps_the_default_one(tmp_path):
         ("[task]\nname = 'prefixed'\ntask = 3", "task.task: must be a table"),
     ],
 )
-def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):
+def test_errors_in_nested_tasks_name_their_section(tmp_path, text, said):
     with pytest.raises(UserError) as caught:
         config.load_config(recipe(tmp_path, text))
     assert said in str(caught.value)
@@ -352,10 +352,10 @@ def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):
     template=st.text(max_size=10).map(lambda text: text + "{a}{operator}{b}"),
     digits=st.integers(1, 1000),
 )
-def test_whatever_a_recipe_states_is_what_is_loaded_and_dumped(tmp_path_factory, seed, lr, template, digits):
+def test_stated_settings_are_loaded_and_dumped_unchanged(tmp_path_factory, seed, lr, template, digits):
     path = tmp_path_factory.mktemp("recipe") / "recipe.toml"
     stated = {"algorithm": {"seed": seed}, "optimizer": {"lr": lr}, "task": {"template": template, "digits": digits}}
-    # A string of JSON is one of TOML, but for the control character that JSON leaves as it is.
+    # A JSON string is a TOML string, except for the control character that JSON does not escape.
     lines = (
         f"[{name}]\n" + "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in section.items())
         for name, section in stated.items()
@@ -378,7 +378,7 @@ def test_whatever_a_recipe_states_is_what_is_loaded_and_dumped(tmp_path_factory,
         ).map(lambda pair: f"{head}{pair[0]} = {pair[1]}\n")
     )
 )
-def test_whatever_a_recipe_holds_it_is_settings_or_one_line(tmp_path_factory, text):
+def test_any_recipe_gives_settings_or_a_one_line_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("recipe") / "recipe.toml"
     path.write_text(text, encoding="utf-8")
     refusal = ""
@@ -409,7 +409,7 @@ class Odd:
 """
 
 
-def test_settings_inside_one_of_two_records(tmp_path):
+def test_settings_inside_a_union_of_dataclasses_are_read(tmp_path):
     (tmp_path / "odd_task.py").write_text(ODD_TASK)
     path = recipe(tmp_path, f"[task]\nname = '{tmp_path}/odd_task.py:Odd'\n")
     assert config.load_config(path, ["--task.either.b", "5"]).task.either.b == 5
@@ -417,7 +417,7 @@ def test_settings_inside_one_of_two_records(tmp_path):
         config.load_config(path, ["--task.either.c", "5"])
 
 
-def test_a_type_that_is_not_there_is_one_line(tmp_path):
+def test_unknown_type_annotation_raises_a_one_line_error(tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass Lost:\n    x: 'Nope' = 1\n"
     (tmp_path / "lost_task.py").write_text(text)
     with pytest.raises(UserError, match="the types of the fields of Lost cannot be read: name 'Nope'"):
@@ -434,13 +434,13 @@ def test_a_type_that_is_not_there_is_one_line(tmp_path):
         ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'sequence'\n", "sequence"),
     ],
 )
-def test_what_is_sampled_in_another_arithmetic_is_corrected_unless_it_is_stated(tmp_path, text, correction):
+def test_vllm_sampling_is_corrected_unless_the_recipe_states_otherwise(tmp_path, text, correction):
     loaded = config.load_config(recipe(tmp_path, text))
     assert loaded.algorithm.correction == correction
     assert config.build_config(config.dump_config(loaded), "a run").algorithm.correction == correction
 
 
-def test_vllm_on_the_command_line_is_corrected_too(tmp_path):
+def test_vllm_on_the_command_line_is_corrected(tmp_path):
     path = recipe(tmp_path, "[algorithm]\nsteps = 3\n")
     assert config.load_config(path, ["--sampler.name", "vllm"]).algorithm.correction == "token"
     stated = ["--sampler.name", "vllm", "--algorithm.correction", "none"]

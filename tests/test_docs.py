@@ -1,4 +1,4 @@
-"""The documentation only names things that exist: links, commands, settings, tests, metrics, recipes, files."""
+"""Test that all links, commands, settings, tests, metrics, recipes and files named in the documentation exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GENERATED = {"settings", "commands", "errors", "models"}
 
 
 def table(page):
-    """The cells of each row, without the headings."""
+    """Return the cells of each row, without the header."""
     rows = [line for line in (Path("docs") / page).read_text().splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows if "---" not in row][1:]
 
@@ -45,7 +45,7 @@ def table(page):
 
 
 def slug(heading):
-    """The anchor of a heading, as GitHub and the site make it."""
+    """Return the anchor that GitHub and the site make for a heading."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
@@ -55,7 +55,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     prose = re.sub(r"`[^`\n]*`", "", drop_blocks(page.read_text()))
     for link, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", prose):
         target = page.parent / link if link else page
@@ -64,7 +64,7 @@ def test_every_link_leads_somewhere(page):
             assert anchor in anchors(target), f"{link}#{anchor}"
 
 
-def test_every_page_is_in_the_list_of_its_section():
+def test_every_page_is_listed_in_its_section():
     for section in ("tutorials", "how-to", "explanation", "reference", "contributing"):
         folder = Path("docs") / section
         listed = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\): .", (folder / "index.md").read_text(), re.MULTILINE)
@@ -73,12 +73,12 @@ def test_every_page_is_in_the_list_of_its_section():
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)
-def test_no_page_for_users_is_long(page):
+def test_user_pages_are_short(page):
     words = [word for word in page.read_text().split() if re.search(r"\w", word)]
     assert page.stem in GENERATED or len(words) <= LIMIT
 
 
-def test_every_page_of_the_documents_that_the_code_names_exists():
+def test_every_docs_page_named_in_the_code_exists():
     pages = set(re.findall(r"docs/[\w/-]+\.md", SOURCE)) | {
         f"docs/{page}.md" for page in re.findall(r'page="([^"]+)"', SOURCE)
     }
@@ -86,7 +86,7 @@ def test_every_page_of_the_documents_that_the_code_names_exists():
     assert [page for page in pages if not Path(page).is_file()] == []
 
 
-def test_an_error_ends_with_the_page_that_helps():
+def test_error_message_ends_with_the_page_that_helps():
     assert str(UserError("no", page="how-to/rewards")) == "no (docs/how-to/rewards.md)"
     assert str(UserError("no")) == "no"
 
@@ -95,7 +95,7 @@ def test_an_error_ends_with_the_page_that_helps():
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)
-def test_code_blocks_are_marked_and_can_be_read(page, tmp_path):
+def test_code_blocks_are_marked_and_can_be_parsed(page, tmp_path):
     for name in ("recipes", "examples"):
         (tmp_path / name).symlink_to(Path(name).resolve())
     root, folder = Path.cwd(), tmp_path
@@ -148,13 +148,13 @@ def list_keys(name, section):
     if name != "task":
         return config.get_field_types(SECTIONS[name])
     task = section.get("name", "")
-    if ":" in task or not task:  # one of the user's own, or a section that another one goes with
+    if ":" in task or not task:  # a custom task, or a section that is combined with another
         return section
     return config.get_field_types(load_task_class(task))
 
 
 def assert_command_exists(words, root, place):
-    """A command of ours has these options; a script and a target of the Makefile are there."""
+    """Check that a command of the package has these options, and that a script or Makefile target exists."""
     program, *rest = words
     if program == "pellucid" and rest and not any(map(is_placeholder, rest[:1])):
         if "--help" in rest or "--help-all" in rest:
@@ -205,7 +205,7 @@ def test_commands_in_the_prose_exist(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_setting_that_is_named_exists(page):
+def test_every_named_setting_exists(page):
     text = page.read_text()
     if page.stem.startswith("from-"):  # the first column has the names of another library
         text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
@@ -219,11 +219,11 @@ TESTS = "".join(path.read_text() for path in Path("tests").rglob("test_*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_test_that_is_named_exists(page):
+def test_every_named_test_exists(page):
     if page.stem == "lab-book":
         pytest.skip("a diary names tests that have gone")
     text = page.read_text()
-    for named in set(re.findall(r"`(test_\w+)`", text)) - {"test_data", "test_share"}:  # settings
+    for named in set(re.findall(r"`(test_\w+)`", text)) - {"test_data", "test_share"}:  # these two are settings
         assert f"def {named}(" in TESTS, named
     for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
         assert Path(file).exists(), file
@@ -232,7 +232,7 @@ def test_every_test_that_is_named_exists(page):
 # ---------------------------------------------------------------- reference
 
 
-def test_every_line_beside_an_equation_stands_in_its_file():
+def test_every_line_next_to_an_equation_is_in_its_file():
     rows = [row for row in table("contributing/equations.md") if row[0].isdigit()]
     assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
     for _, equation, file, line in rows:
@@ -240,7 +240,7 @@ def test_every_line_beside_an_equation_stands_in_its_file():
         assert line.strip("`") in source, equation
 
 
-def test_the_table_of_variants_is_the_folder_of_recipes():
+def test_table_of_variants_matches_the_recipes():
     recipes = {path.stem: tomllib.loads(path.read_text()) for path in Path("recipes/variants").glob("*.toml")}
     keys = {name: ", ".join(key for section in recipe.values() for key in section) for name, recipe in recipes.items()}
     rows = {
@@ -249,7 +249,7 @@ def test_the_table_of_variants_is_the_folder_of_recipes():
     assert rows == keys
 
 
-def test_every_file_of_the_plan_exists_and_every_folder_is_in_it():
+def test_architecture_page_matches_the_files_and_folders():
     text = Path("docs/contributing/architecture.md").read_text()
     named = set(re.findall(r"`([\w/]+(?:\.py|\.html|/))`", text))
     assert {name for name in named if not (Path("src/pellucid") / name).exists()} == set()
@@ -268,8 +268,8 @@ def documented_metrics():
     return {key for row in rows for key in re.findall(r"`([\w/@]+)`", row)}
 
 
-def test_every_metric_that_is_recorded_or_computed_is_in_the_reference():
-    """The keys of recorded runs, and those that the code names."""
+def test_every_recorded_or_computed_metric_is_documented():
+    """Checks the keys of recorded runs and the keys in the code."""
     documented = documented_metrics()
     patterns = {
         re.compile(re.sub(r"NAME|KIND", r"[\\w:.-]+", key)) for key in documented if re.search("NAME|KIND", key)
@@ -283,7 +283,7 @@ def test_every_metric_that_is_recorded_or_computed_is_in_the_reference():
     }
     emitting = [path for path in Path("src/pellucid").rglob("*.py") if path.parent.name not in ("inspect", "study")]
     computed = {key for path in emitting for key in METRIC.findall(path.read_text()) if "{" not in key}
-    computed -= {"groups/dead", "time/drawn"}  # the beginning of several, and a mark of the clock
+    computed -= {"groups/dead", "time/drawn"}  # a prefix of several metrics, and a mark of the clock
     assert computed - documented == set()
     assert {key for key in recorded - documented if not any(pattern.fullmatch(key) for pattern in patterns)} == set()
 
@@ -308,7 +308,7 @@ def test_every_metric_that_is_recorded_or_computed_is_in_the_reference():
         every=3,
     ),
 )
-def test_every_metric_that_a_run_writes_is_in_the_reference(settings, recipe, tmp_path):
+def test_every_metric_that_a_run_writes_is_documented(settings, recipe, tmp_path):
     assert train(recipe, "--run", tmp_path / "run", "--algorithm.steps", "1", *settings) == 0
     documented = documented_metrics()
     for name in ("metrics.jsonl", "evals.jsonl"):
@@ -316,7 +316,7 @@ def test_every_metric_that_a_run_writes_is_in_the_reference(settings, recipe, tm
             assert row.keys() - documented == set()
 
 
-def test_every_metric_of_the_reference_is_one():
+def test_every_documented_metric_exists():
     for key in documented_metrics() - {"n", "k", "step"}:
         prefix, _, last = key.rpartition("/")
         names = [f'"{key}"', f'"{key.removeprefix("logged/")}"']
@@ -325,7 +325,7 @@ def test_every_metric_of_the_reference_is_one():
         assert any(name in SOURCE for name in names), key
 
 
-def test_the_messages_of_the_errors_are_those_of_the_package():
+def test_documented_error_messages_are_in_the_package():
     source = re.sub(r'"\s*\n\s*f?"|\'\s*\n\s*f?"|"\s*\n\s*f?\'', "", SOURCE)
     source = re.sub(r"\{\w+ = |\{[^{}\"']*\}", "{}", source)
     for cause in tomllib.loads(Path("benchmarks/errors.toml").read_text())["cause"]:
@@ -336,7 +336,7 @@ def test_the_messages_of_the_errors_are_those_of_the_package():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["settings", "transcript commands", "transcript errors"])
 def test_generated_pages_are_up_to_date(script):
-    """In a process of its own: help follows the width of a terminal."""
+    """The pages are generated in a separate process, because help follows the width of a terminal."""
     name, *words = script.split()
     page = REFERENCE / f"{(words or [name])[-1]}.md"
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
@@ -346,7 +346,7 @@ def test_generated_pages_are_up_to_date(script):
     assert done.stdout == page.read_text(encoding="utf-8"), f"{' '.join(command[1:])} > {page}"
 
 
-def test_every_key_of_a_recipe_is_in_the_settings():
+def test_every_setting_is_documented():
     text = (REFERENCE / "settings.md").read_text()
     classes = [cls for name, cls in SECTIONS.items() if name != "task"]
     classes += [*map(load_task_class, TASKS), RewardTerm, JudgeSettings, RewardModelSettings]
@@ -356,10 +356,10 @@ def test_every_key_of_a_recipe_is_in_the_settings():
     assert re.findall(r"^\| `\w+` .*\|  \|$", text, re.MULTILINE) == [], "a setting without a docstring"
 
 
-# ---------------------------------------------------------------- the two READMEs, records
+# ---------------------------------------------------------------- READMEs and recorded runs
 
 
-def test_the_chinese_readme_keeps_step_with_the_english_one():
+def test_chinese_readme_matches_the_english_one():
     def outline(path):
         text = path.read_text()
         code = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
@@ -377,5 +377,5 @@ def test_the_chinese_readme_keeps_step_with_the_english_one():
     assert chinese == english
 
 
-def test_no_record_names_a_folder_of_the_machine_it_was_made_on():
+def test_recorded_runs_contain_no_absolute_paths():
     assert [path for path in Path("docs").rglob("config.json") if '"/' in path.read_text()] == []

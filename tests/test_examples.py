@@ -1,4 +1,4 @@
-"""The examples run, and say the same as the package."""
+"""Test that the examples run and compute the same as the package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ transparent = example("transparent_grpo")
 
 
 class Digits:
-    """Graded by the share of digits, as a tiny random model has a chance to say some."""
+    """A problem graded by the share of digits, some of which a tiny random model produces."""
 
     prompt = "2+3="
 
@@ -46,7 +46,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Replay:
-    """A sampler that hands over what the example drew, and a task that grades it."""
+    """A sampler that returns the rollouts of the example, and a task that grades them."""
 
     rollouts: list
     lengths: list
@@ -79,8 +79,8 @@ class Replay:
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_the_one_file_takes_the_steps_of_the_package(kl, monkeypatch):
-    """Same weights, same rollouts, three steps of three inner epochs: the same parameters."""
+def test_transparent_grpo_takes_the_steps_of_the_package(kl, monkeypatch):
+    """With the same weights and rollouts, three steps with three epochs give the same parameters."""
     config = transparent.Config(
         steps=3, prompts=2, group_size=4, max_new_tokens=8, lr=1e-2, beta=0.1, kl=kl, temperature=0.9, seed=1
     )
@@ -124,7 +124,7 @@ def test_the_one_file_takes_the_steps_of_the_package(kl, monkeypatch):
         assert (p - before[name]).abs().max() > 5e-3
 
 
-def test_the_one_file_is_short_and_stands_alone():
+def test_transparent_grpo_is_short_and_imports_only_common_libraries():
     source = Path("examples/transparent_grpo.py").read_text()
     assert len(source.splitlines()) < 400
     imports = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
@@ -150,7 +150,7 @@ def test_the_one_file_is_short_and_stands_alone():
         ("x=2, x=-2, 2a+3=-3, a=-3, -7=-4-b, b=3, \\boxed{99}", 0.7),
     ],
 )
-def test_the_toy_environment_grades_whole_statements(text, reward):
+def test_toy_environment_grades_whole_statements(text, reward):
     assert transparent.THREE_PIECES.reward(text) == pytest.approx(reward)
 
 
@@ -159,15 +159,15 @@ def test_the_toy_environment_grades_whole_statements(text, reward):
 own_loop = example("own_loop")
 
 
-def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
-    """Their model, sampling and log-probs, our advantages and loss: the step of our own loop on the same tokens."""
+def test_own_loop_computes_the_gradients_of_the_package(monkeypatch):
+    """The example has its own model, sampling and log-probs, and our advantages and loss."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.padding_side = "left"
     torch.manual_seed(0)
     theirs, ours = tiny_llama().eval(), tiny_llama().eval()
     ours.load_state_dict(theirs.state_dict())
-    rollout = own_loop.generate(theirs, tokenizer, ["1+2=", "12+34="], 4, most=40)
+    rollout = own_loop.generate(theirs, tokenizer, ["1+2=", "12+34="], 4, max_new_tokens=40)
     rewards = torch.tensor([[0.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.0, 0.2]])
     assert len(set(rollout.mask.sum(1).tolist())) > 1, "answers must be of different lengths"
     gradients = {}
@@ -176,7 +176,7 @@ def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
     monkeypatch.setattr(
         optimizer, "step", lambda: gradients.update({name: p.grad.clone() for name, p in theirs.named_parameters()})
     )
-    own_loop.step(theirs, optimizer, rollout, rewards)
+    own_loop.update(theirs, optimizer, rollout, rewards)
 
     policy = Policy(ours, tokenizer)
     [groups] = [Replay([rollout], [], 4).generate([Prompt(str(i), "") for i in range(2)], Sampling(4, seed="0/0"))]
@@ -195,12 +195,24 @@ def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-2
 
 
-def test_that_loop_runs(tmp_path, capsys):
+def test_own_loop_ignores_the_generation_config_of_a_checkpoint():
+    """At the checkpoint's temperature, all answers of a group would be equal."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.padding_side = "left"
+    torch.manual_seed(0)
+    model = tiny_llama().eval()
+    model.generation_config.update(do_sample=True, temperature=1e-3, repetition_penalty=1.3)
+    rollout = own_loop.generate(model, tokenizer, ["1+2="], 8, max_new_tokens=6)
+    assert len(rollout.ids.unique(dim=0)) > 1
+
+
+def test_own_loop_runs(tmp_path, capsys):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     tiny_llama(positions=512).save_pretrained(tmp_path)
-    assert len(own_loop.main(str(tmp_path), steps=2, prompts=2, group_size=4, most=6)) == 2
+    assert len(own_loop.main(str(tmp_path), steps=2, prompts=2, group_size=4, max_new_tokens=6)) == 2
     assert capsys.readouterr().out.count("reward") == 2
 
 
@@ -210,35 +222,37 @@ sorting = example("sorting_from_scratch")
 
 
 def options(*arguments):
-    return sorting.parsed([str(argument) for argument in arguments])
+    return sorting.parse_options([str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize(("loss", "epochs"), mostly_slow([("naive", 40), ("unclipped", 40), ("clipped", 100)], every=3))
-@pytest.mark.parametrize("deltas", ["centered", "normalised", "max"])
-def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
-    """The clip, of a hundredth, learns most slowly."""
+@pytest.mark.parametrize("deltas", ["centered", "normalized", "max"])
+def test_every_valid_combination_learns_to_sort(deltas, loss, epochs):
+    """The clipped loss, with a clip of 0.01, learns slowest."""
     _, steps = sorting.train(options("--epochs", epochs), deltas, loss)
-    assert sorting.sampled(steps[:3]) < 0.4
-    assert sorting.sampled(steps) > 0.8
+    assert sorting.average_reward(steps[:3]) < 0.4
+    assert sorting.average_reward(steps) > 0.8
 
 
 @pytest.mark.slow
-def test_the_ratio_upside_down_unlearns():
+def test_inverted_ratio_unlearns():
     _, steps = sorting.train(options("--epochs", 20), "centered", "inverted")
-    assert sorting.sampled(steps) < 0.5 * sorting.sampled(steps[:3])
+    assert sorting.average_reward(steps) < 0.5 * sorting.average_reward(steps[:3])
 
 
-def test_upside_down_the_clip_stops_what_has_become_unlikelier():
-    """Log-probs of -1 and -1.05 where they were -1: quotients of 1 and 1.05, of which the clip leaves 1.01."""
+def test_inverted_clipped_loss_stops_tokens_that_became_less_likely():
+    """Log-probs of -1 and -1.05 that were -1 before have inverted ratios of 1 and 1.05, and the clip limits 1.05 to
+    1.01.
+    """
     logprobs = torch.tensor([[-1.0, -1.05]], dtype=torch.float64, requires_grad=True)
     ones = torch.ones(1, 2, dtype=torch.float64)
     tokens = ObjectiveInputs(logprobs, -ones, ones, ones.bool())
-    value = sorting.inverted_clipped(tokens, GRPOConfig(clip_low=0.01, clip_high=0.01))
+    value = sorting.compute_inverted_clipped(tokens, GRPOConfig(clip_low=0.01, clip_high=0.01))
     assert value.tolist() == [pytest.approx([1.0, 1.01])]
     assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[-1.0, 0.0]]
 
 
-def test_a_penalty_holds_the_sorter_near_its_reference():
+def test_kl_penalty_keeps_the_sorter_near_its_reference():
     free, held = (options("--epochs", 5, "--lr", 0.01, "--kl", kl, "--reference", 10**6) for kl in (0.0, 10.0))
     moved = [sorting.train(setting, "centered", "unclipped")[0] for setting in (free, held)]
     torch.manual_seed(5)
@@ -264,19 +278,19 @@ def test_a_penalty_holds_the_sorter_near_its_reference():
         ("inclusion", (0, 0, 0), 3 / 5),
     ],
 )
-def test_the_rewards_of_sorting_by_hand(grading, answer, reward):
+def test_sorting_rewards_by_hand(grading, answer, reward):
     assert sorting.REWARDS[grading]((1, 0, 2), answer) == pytest.approx(reward)
 
 
-def test_the_curves_are_a_picture(tmp_path):
+def test_curves_are_drawn(tmp_path):
     _, steps = sorting.train(options("--epochs", 2), "centered", "clipped")
-    sorting.draw(steps, tmp_path / "curves.png")
+    sorting.draw_curves(steps, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_answers_of_the_sorting_model_are_compared_by_the_numbers_in_them():
-    """The Policy of that example is whole: similarity-weighted rewards can be had of it."""
-    policy = sorting.Places(sorting.Sorter(4, 3, 1.0))
+def test_sorting_policy_embeds_answers_by_their_numbers():
+    """The Policy of the example is complete, so it supports similarity-weighted rewards."""
+    policy = sorting.SorterPolicy(sorting.Sorter(4, 3, 1.0))
     numbers = policy.module.embedding
     embedded = policy.embed(SimpleNamespace(response_ids=torch.tensor([[0, 1, 1], [2, 2, 2]])), -1)
     torch.testing.assert_close(embedded, torch.stack([(numbers[0] + 2 * numbers[1]) / 3, numbers[2]]))

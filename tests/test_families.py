@@ -1,4 +1,4 @@
-"""`benchmarks/families.py` on a handful of families; the page that it writes is about those that it knows."""
+"""Test `benchmarks/families.py` on a few families, and that its page has a row for each known family."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def families(monkeypatch):
 
 
 def in_words(row):
-    """A row of the page without its numbers, which are those of a machine, and without what libraries say."""
+    """Return a row of the page without numbers, which depend on the machine, and without messages of libraries."""
     family, computed, sampler, steps, gap, served = row
     return family, computed, sampler.partition(" (")[0], steps.partition(":")[0], gap == "-", served.partition(":")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HANDFUL)
-def test_what_the_page_says_of_a_family_is_what_becomes_of_it(name, families, tmp_path):
-    row = families.tried(name, tmp_path)
+def test_row_of_a_family_matches_a_new_trial(name, families, tmp_path):
+    row = families.try_family(name, tmp_path)
     [written] = [each for each in table("reference/models.md") if each[0] == name]
     assert in_words(row) == in_words(written)
     assert row.gap == "-" or float(row.gap) < 5e-3
 
 
-def test_the_page_has_a_row_for_each_family_that_the_script_knows():
+def test_page_has_a_row_for_each_family_of_the_script():
     rows = table("reference/models.md")
     assert [row[0] for row in rows] == [*FAMILIES, *OTHERS]
     assert sum(row[3] == "trained" for row in rows) >= 50
@@ -43,10 +43,10 @@ def test_the_page_has_a_row_for_each_family_that_the_script_knows():
         assert "traceback" not in " ".join(row)
 
 
-def test_a_traceback_is_a_cell_and_the_next_family_is_tried(families, monkeypatch, tmp_path, capsys):
+def test_family_with_a_traceback_is_reported_as_broken(families, monkeypatch, tmp_path, capsys):
     def broken(*_):
         raise ZeroDivisionError("somewhere")
 
-    monkeypatch.setattr(families, "trained", broken)
-    assert families.tried("llama", tmp_path).steps == families.BROKEN
+    monkeypatch.setattr(families, "train", broken)
+    assert families.try_family("llama", tmp_path).steps == families.BROKEN
     assert "ZeroDivisionError: somewhere" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` on a pretended GPU: each of its rows, and rows that fail."""
+"""Test `benchmarks/gpu.py` on a simulated GPU: each of its rows, and rows that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FINDINGS = {
     "push": [*["way server seconds gb"] * 2, "way left_out"],
     "accuracy": [*["work contender seconds step mean greedy"] * 2, "work contender peak_gb"],
 }
-"""The first keys of the findings of each kind of row; how many steps and tests there are is not counted."""
+"""The first keys of the findings of each kind of row. The number of steps and tests is not checked."""
 SPOILT = f"""
 import sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -68,7 +68,7 @@ def gpu(monkeypatch):
 
 
 def run(program, *options):
-    """Return a process that has ended, and its findings."""
+    """Run a program to its end, and return the process and its findings."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, program, "--simulated", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -77,13 +77,13 @@ def run(program, *options):
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """In a folder of the test's: all is found from anywhere."""
+    """Run in the folder of the test, to show that the script does not depend on the working directory."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_row_reports_where_a_gpu_is_pretended(gpu, tmp_path):
+def test_every_row_reports_on_a_simulated_gpu(gpu, tmp_path):
     done, findings = run(BENCHMARKS / "gpu.py", "--within", "800", "--limit", "300", "--output", "gpu.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.jsonl").read_text() == done.stdout
@@ -104,7 +104,7 @@ def test_every_row_reports_where_a_gpu_is_pretended(gpu, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_is_reported_and_ends_no_other(tmp_path):
+def test_row_that_fails_is_reported_and_the_others_run(tmp_path):
     (tmp_path / "spoilt.py").write_text(SPOILT)
     done, findings = run(tmp_path / "spoilt.py", "--limit", "6")
     assert done.returncode == 1
@@ -113,7 +113,7 @@ def test_a_row_that_fails_is_reported_and_ends_no_other(tmp_path):
         {"row": "raises", "finding": "one | two"},
         {"row": "raises", "fault": "ValueError: what is wrong"},
         {"row": "hangs", "fault": "not done after 6 s"},
-        {"row": "dies", "fault": "nothing was said"},
+        {"row": "dies", "fault": "no output"},
         {"row": "works", "finding": "fine"},
         {"row": "works"},
     ]
@@ -121,7 +121,7 @@ def test_a_row_that_fails_is_reported_and_ends_no_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_row_ends_at_the_deadline_and_the_next_is_left_out(gpu, tmp_path):
+def test_row_ends_at_the_deadline_and_the_next_is_left_out(gpu, tmp_path):
     report, deadline = gpu.Report(tmp_path / "gpu.jsonl"), time.monotonic() + 1.1 * gpu.LEAST_SECONDS
     for name in ("hangs", "next"):
         gpu.run_row(name, lambda folder, report: time.sleep(60), tmp_path, report, 100.0, deadline)
@@ -132,7 +132,7 @@ def test_a_row_ends_at_the_deadline_and_the_next_is_left_out(gpu, tmp_path):
     report.stdout.close()
 
 
-def test_a_table_has_a_row_for_each_finding_of_a_kind(gpu):
+def test_table_has_a_row_for_each_finding_of_a_kind(gpu):
     findings = [
         {"row": "a", "x": 1, "y": [["k", 2], ["l", 3]]},
         {"row": "b", "z": "p|q"},
@@ -143,21 +143,21 @@ def test_a_table_has_a_row_for_each_finding_of_a_kind(gpu):
     assert other.splitlines()[-1] == "| b | p/q |"
 
 
-def test_a_library_that_uses_cuda_while_it_is_imported_is_refused(gpu, monkeypatch):
-    """Rows are forks, and CUDA cannot be used in a fork of a process that has used it."""
+def test_library_that_uses_cuda_on_import_is_refused(gpu, monkeypatch):
+    """Rows run in forks, and CUDA cannot be used in a fork of a process that has used it."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SystemExit, match="used CUDA while it was imported"):
         gpu.preload()
 
 
-def test_whether_there_is_a_gpu_is_asked_without_using_it(gpu):
+def test_gpu_is_detected_without_initializing_cuda(gpu):
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
 @pytest.mark.parametrize(
     ("words", "line"), [((), "--simulated"), (("--simulated", "--only", "row"), "there is no row row")]
 )
-def test_mistakes_are_one_line(gpu, words, line, monkeypatch, capsys):
+def test_invalid_options_exit_with_one_line(gpu, words, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
     monkeypatch.setattr(gpu, "pretend_gpu", lambda folder: None)
     monkeypatch.setitem(sys.modules, "gpu_rows", SimpleNamespace(make_rows=lambda simulated: {"machine": None}))

@@ -1,4 +1,4 @@
-"""The suite's own time limit: a test that hangs fails with a stack, and ends the run only where nothing else could."""
+"""Test the suite's time limit: a hanging test fails with a stack, and ends the run only if no signal reaches it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path, test, *settings):
 
 
 @pytest.mark.slow
-def test_a_test_that_hangs_fails_with_a_stack_and_the_others_are_run(tmp_path):
+def test_hanging_test_fails_with_a_stack_and_the_others_run(tmp_path):
     ended = run(tmp_path, HANGS, "timeout=1")
     assert ended.returncode == 1
     assert "1 failed, 1 passed" in ended.stdout
@@ -44,11 +44,11 @@ def test_a_test_that_hangs_fails_with_a_stack_and_the_others_are_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_where_no_signal_is_heard_the_run_ends_with_a_stack(tmp_path):
+def test_run_ends_with_a_stack_if_signals_are_blocked(tmp_path):
     ended = run(tmp_path, DEAF, "timeout=1", "faulthandler_timeout=3")
     assert ended.returncode != 0
     assert "in test_never_comes_back" in ended.stderr
 
 
-def test_every_test_has_a_limit(request):
+def test_every_test_has_a_time_limit(request):
     assert 0 < float(request.config.getini("timeout")) < float(request.config.getini("faulthandler_timeout"))

@@ -1,4 +1,4 @@
-"""The notebook that is shipped runs from its first cell to its last; and so do the ten lines in one of a user's own."""
+"""Test that the shipped notebook runs, and that the ten lines of the documentation run in a new notebook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
-def test_the_notebook_is_its_source_with_outputs():
+def test_notebook_equals_its_source_with_outputs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = [(cell.cell_type, cell.source) for cell in notebook.cells]
     assert cells == [(cell.cell_type, cell.source) for cell in jupytext.read(SOURCE).cells]
@@ -38,8 +38,8 @@ def test_the_notebook_is_its_source_with_outputs():
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(950)
-@pytest.mark.filterwarnings("ignore")  # of the kernel's own libraries
-def test_it_runs_and_learns():
+@pytest.mark.filterwarnings("ignore")  # warnings of the kernel's own libraries
+def test_notebook_runs_and_learns():
     notebook = jupytext.read(SOURCE)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": "."}}).execute()
     [losses] = [printed(cell) for cell in notebook.cells if printed(cell).startswith("step  0")]
@@ -48,10 +48,10 @@ def test_it_runs_and_learns():
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 1
 
 
-# ---------------------------------------------------------------- a notebook of the user's own
+# ---------------------------------------------------------------- a new notebook
 
 TINY = 'model="tiny", data=rows, reward=my_reward, steps=4, group_size=4, max_tokens=8, evaluate_every=2'
-"""In place of the embedded model, and of thirty steps."""
+"""Replaces the embedded model and thirty steps."""
 REWARD = """
 async def my_reward(completions, answer, **columns):
     return [sum(c.isdigit() for c in chat[0]["content"]) / 8 for chat in completions]
@@ -70,7 +70,7 @@ for step in again:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """The folder and the cells of a notebook with these two, after they ran in a kernel of their own."""
+    """Return the folder and the cells of a notebook that ran the ten lines and a stopped run in its own kernel."""
     folder = tmp_path_factory.mktemp("notebook")
     torch.manual_seed(0)
     tiny_llama().save_pretrained(folder / "tiny")
@@ -78,13 +78,13 @@ def executed(tmp_path_factory):
     cells = [nbformat.v4.new_code_cell(code) for code in (ten_lines(), LEFT_AND_GONE_ON_WITH)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the kernel's own libraries
+        warnings.simplefilter("ignore")  # warnings of the kernel's own libraries
         NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
     return folder, notebook.cells
 
 
 def ten_lines() -> str:
-    """Those of the page, of a tiny model, which says a digit here and there and never a number that is right."""
+    """Return the ten lines of the page with a tiny model, which produces some digits but never the right number."""
     page = Path("docs/reference/python.md").read_text()
     [code] = re.findall(r"```python\n(import re\nimport pellucid.*?)```", page, re.DOTALL)
     shown = 'model="smollm2-135m", data=rows, reward=my_reward, steps=30, group_size=16'
@@ -93,7 +93,7 @@ def ten_lines() -> str:
 
 
 def charts(cell) -> list[str]:
-    """The pictures of a cell, as SVG; one that was drawn anew in its place is one."""
+    """Return the charts of a cell as SVG. A chart that was redrawn in place counts once."""
     pages = [output.data.get("text/html", "") for output in cell.outputs if output.output_type == "display_data"]
     found = [re.search(r"data:image/svg\+xml;base64,([^\"]+)", page) for page in pages]
     return [base64.b64decode(image[1]).decode() for image in found if image]
@@ -125,7 +125,7 @@ def test_ten_lines_in_a_notebook_train_a_model(executed):
     assert "Content-Security-Policy" in html.unescape(frame.data["text/html"])
 
 
-def test_the_chart_of_a_notebook_grows_in_its_place(executed):
+def test_chart_of_a_notebook_is_updated_in_place(executed):
     cell, _ = executed[1]
     [chart] = charts(cell)
     assert "Reward" in chart and "Held-out reward" in chart
@@ -136,7 +136,7 @@ def test_the_chart_of_a_notebook_grows_in_its_place(executed):
     ElementTree.fromstring(chart)
 
 
-def test_a_run_that_is_gone_on_with_in_a_notebook_has_one_chart_of_all_its_steps(executed):
+def test_continued_run_in_a_notebook_has_one_chart_of_all_its_steps(executed):
     _, cell = executed[1]
     lines = stdout(cell).splitlines()
     assert [line for line in lines if line.startswith(("never", "again"))] == ["again 2", "again 3"]

@@ -1,4 +1,4 @@
-"""Systems and devices that are not here: what starts on them, and what is refused in one line."""
+"""Test other systems and devices: the package imports there, and unsupported features raise one-line errors."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ cli.main(["--help"])
 
 
 @pytest.mark.slow
-def test_all_of_it_is_imported_without_what_windows_and_macs_lack():
-    """fcntl and resource; oneDNN's operators."""
+def test_all_modules_import_without_what_windows_and_macs_lack():
+    """Missing are fcntl, resource and the operators of oneDNN."""
     done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: pellucid")
 
 
-def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
+def test_training_is_refused_without_file_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "fcntl", None)
     with pytest.raises(UserError, match="on Windows, use WSL"), files.hold_lock(tmp_path / ".lock", "trains"):
         pass
@@ -51,13 +51,13 @@ def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("action", ["start", "stop", "status", "restart"])
-def test_a_service_in_the_background_is_refused_on_windows(action, monkeypatch):
+def test_background_service_is_refused_on_windows(action, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match=f"serve {action} needs Linux or macOS"):
         cli.parse_command_line(["serve", action])()
 
 
-def test_bf16_on_a_cpu_without_onednn_is_computed_by_torch_alone(monkeypatch):
+def test_bf16_on_a_cpu_without_onednn_uses_only_torch(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", torch._ops._OpNamespace("absent"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     policy = make_policy(dtype=torch.bfloat16)
@@ -65,8 +65,8 @@ def test_bf16_on_a_cpu_without_onednn_is_computed_by_torch_alone(monkeypatch):
     assert len(group.completions) == 2
 
 
-def test_generate_forks_the_generators_of_its_own_device_alone(monkeypatch):
-    """Of all GPUs, torch warns; and a process of torchrun has one."""
+def test_generate_forks_only_the_generators_of_its_own_device(monkeypatch):
+    """For all GPUs torch would print a warning, and a process of torchrun uses only one."""
     asked, fork = [], torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: asked.append(devices) or fork(devices))
     sampler = HuggingFaceSampler()
@@ -80,7 +80,7 @@ class OfWindows(NamedTuple):
     peak_wset: int = 3 * 10**9
 
 
-def test_peak_memory_where_there_is_no_getrusage(monkeypatch):
+def test_peak_memory_is_measured_without_getrusage(monkeypatch):
     monkeypatch.setattr(hardware, "resource", None)
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: OfWindows())
     assert hardware.get_peak_memory_gb(torch.device("cpu")) == 3.0
@@ -94,14 +94,14 @@ def test_memory_is_in_gigabytes():
         assert at_least < gb < hardware.get_memory_gb() < 1e5
 
 
-def test_the_memory_of_the_cpu_of_a_machine_with_a_gpu_is_its_own(monkeypatch):
+def test_cpu_memory_is_measured_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
     assert hardware.get_peak_memory_gb(torch.device("cpu")) > 0
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_each_process_of_torchrun_has_a_gpu_of_its_own(name, monkeypatch):
+def test_each_process_of_torchrun_has_its_own_gpu(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")
     asked = []
@@ -110,14 +110,14 @@ def test_each_process_of_torchrun_has_a_gpu_of_its_own(name, monkeypatch):
     assert asked == ["cuda:1"]
 
 
-def test_a_process_without_a_gpu_of_its_own_is_told_in_one_line(monkeypatch):
+def test_process_without_its_own_gpu_raises_a_one_line_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match=r'policy.device = "cuda:0": .*"cpu" always works'):
         hardware.pick_device("auto")
 
 
-def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
-    """Turing and Volta: T4, V100."""
+def test_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
+    """Turing and Volta emulate it, such as T4 and V100."""
     emulated = {True: True, False: False}
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulated[including_emulation])
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.float32
@@ -128,7 +128,7 @@ def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
 
-def test_deterministic_mode_is_torchs_with_a_workspace_that_repeats(monkeypatch):
+def test_deterministic_mode_uses_a_repeatable_cublas_workspace(monkeypatch):
     monkeypatch.setenv(hardware.CUBLAS_WORKSPACE_VARIABLE, ":0:0")
     with pytest.raises(UserError, match="unset it"), hardware.use_deterministic_algorithms():
         pass

@@ -1,4 +1,4 @@
-"""Recipes and data as people's editors and spreadsheets write them, and where relative paths in a recipe lead."""
+"""Test recipes and data as editors and spreadsheets write them, and how relative paths in a recipe are resolved."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _afresh():
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv"])
 @pytest.mark.parametrize("quoted", [True, False])
-def test_a_field_may_be_of_any_length(tmp_path, ending, quoted):
-    """Python's own limit is 131,072 characters."""
+def test_fields_may_have_any_length(tmp_path, ending, quoted):
+    """The limit of Python's csv module is 131,072 characters."""
     mark = "," if ending == ".csv" else "\t"
     long = "long " * 60_000 + (mark if quoted else "")
     written = f'"{long}"' if quoted else long
@@ -58,7 +58,7 @@ def test_a_field_may_be_of_any_length(tmp_path, ending, quoted):
         ("a.jsonl", '{"question": "groß"}\n'.encode("latin-1"), "a.jsonl, line 1: not UTF-8 text: .*latin-1"),
     ],
 )
-def test_files_of_spreadsheets_are_told_what_they_are(tmp_path, name, content, said):
+def test_errors_of_spreadsheet_files_name_the_cause(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=said):
         read(tmp_path / name)
@@ -67,7 +67,7 @@ def test_files_of_spreadsheets_are_told_what_they_are(tmp_path, name, content, s
 # ---------------------------------------------------------------- recipes
 
 
-def test_a_recipe_may_begin_with_a_mark_of_its_encoding(tmp_path):
+def test_recipe_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[algorithm]\nsteps = 7\n")
     assert config.load_config(tmp_path / "a.toml").algorithm.steps == 7
 
@@ -79,25 +79,25 @@ def test_a_recipe_may_begin_with_a_mark_of_its_encoding(tmp_path):
         (r'data = "D:\data\rows.jsonl"', r"in single quotes, 'C:\Users\me', or with /"),
     ],
 )
-def test_a_path_of_windows_is_told_how_to_be_written(tmp_path, line, said):
+def test_windows_path_error_shows_how_to_write_it(tmp_path, line, said):
     (tmp_path / "a.toml").write_text(f'[task]\nname = "dataset"\n{line}\n')
     told = error_of(config.load_config, tmp_path / "a.toml")
     assert said in told
     assert "line 3" in told
 
 
-def test_a_path_of_windows_that_toml_can_read_is_told_when_it_leads_to_nothing(tmp_path):
+def test_missing_windows_path_error_shows_how_to_write_it(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset"\ndata = "C:\\temp\\rows.jsonl"\n')
     task = config.load_config(tmp_path / "a.toml").task
     assert "write a path in single quotes, 'C:\\Users\\me', or with /" in error_of(task.sample, 0, 1)
 
 
-def test_other_mistakes_in_toml_get_no_hint_at_paths(tmp_path):
+def test_other_toml_errors_do_not_mention_paths(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset\n')
     assert "backslash" not in error_of(config.load_config, tmp_path / "a.toml")
 
 
-def test_a_table_where_a_list_of_tables_is_needed_is_told_its_brackets(tmp_path):
+def test_table_instead_of_a_list_of_tables_error_shows_the_brackets(tmp_path):
     (tmp_path / "a.toml").write_text('[task]\nname = "dataset"\ndata = "a.jsonl"\n[task.rewards]\nname = "exact"\n')
     told = error_of(config.load_config, tmp_path / "a.toml")
     assert told.endswith("a.toml: task.rewards: is a list of tables: write it in double brackets, [[task.rewards]]")
@@ -126,7 +126,7 @@ name = "model:judge"
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A project with a recipe in it, and the working directory beside it."""
+    """Return the folder of a project with a recipe, and the working directory, which is another folder."""
     project, here = tmp_path / "project", tmp_path / "here"
     for folder in (project / "parts", project / "model", project / "judge", here):
         folder.mkdir(parents=True)
@@ -141,7 +141,7 @@ def places(tmp_path, monkeypatch):
     return project, here
 
 
-def test_relative_paths_lead_from_the_folder_of_the_recipe(places):
+def test_relative_paths_are_resolved_from_the_folder_of_the_recipe(places):
     project, here = places
     loaded = config.load_config(project / "a.toml")
     inside = loaded.task.task
@@ -155,7 +155,7 @@ def test_relative_paths_lead_from_the_folder_of_the_recipe(places):
     assert not list(here.iterdir())
 
 
-def test_the_folder_of_the_recipe_comes_before_the_working_directory(places):
+def test_folder_of_the_recipe_takes_precedence_over_the_working_directory(places):
     project, here = places
     (here / "train.jsonl").write_text(ROWS)
     (here / "only.jsonl").write_text(ROWS)
@@ -178,7 +178,7 @@ def test_the_folder_of_the_recipe_comes_before_the_working_directory(places):
         '[policy]\nmodel = "./none"\n',
     ],
 )
-def test_a_file_that_is_nowhere_is_told_with_where_it_was_looked_for(places, section):
+def test_missing_file_error_names_the_searched_folders(places, section):
     from pellucid.policy import load  # noqa: PLC0415 - as what reads it does
     from pellucid.policy.chat_template import ChatTemplate  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Recipes by name, from wherever one stands."""
+"""Test that recipes are found by name from any working directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHIPPED = Path("recipes").resolve()
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """No recipe lies here."""
+    """Change to a folder without recipes, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -33,11 +33,11 @@ def elsewhere(tmp_path, monkeypatch):
         "recipes/study/off_the_floor.toml": "study/off_the_floor.toml",
     }.items(),
 )
-def test_a_name_is_that_of_a_shipped_recipe(name, file):
+def test_names_find_shipped_recipes(name, file):
     assert config.find_recipe(name) == SHIPPED / file
 
 
-def test_a_file_that_exists_stays_what_it_is(elsewhere, monkeypatch):
+def test_existing_file_takes_precedence(elsewhere, monkeypatch):
     monkeypatch.setenv("HOME", str(elsewhere))
     (elsewhere / "arithmetic").write_text("")
     assert config.find_recipe("arithmetic") == Path("arithmetic")
@@ -49,12 +49,12 @@ def test_a_file_that_exists_stays_what_it_is(elsewhere, monkeypatch):
     assert config.find_recipe("variants/dapo") == SHIPPED / "variants/dapo.toml", "no file is called so"
 
 
-def test_a_folder_is_no_recipe(elsewhere):
+def test_folder_is_not_a_recipe(elsewhere):
     (elsewhere / "arithmetic").mkdir()
     assert config.find_recipe("arithmetic") == SHIPPED / "arithmetic.toml"
 
 
-def test_a_name_of_several_is_theirs_to_complete(elsewhere, monkeypatch):
+def test_ambiguous_name_error_lists_the_recipes(elsewhere, monkeypatch):
     folder = Path(shutil.copytree(SHIPPED, elsewhere / "installed"))
     (folder / "study" / "dapo.toml").write_text("")
     monkeypatch.setattr(config, "PACKAGED_RECIPES_FOLDER", folder)
@@ -73,7 +73,7 @@ def test_a_name_of_several_is_theirs_to_complete(elsewhere, monkeypatch):
         "mine/xyz": "; near it: mine/backwards.toml",
     }.items(),
 )
-def test_what_is_neither_is_told_what_there_is(name, hints, elsewhere):
+def test_unknown_name_error_gives_hints(name, hints, elsewhere):
     (elsewhere / "mine").mkdir()
     for file in ("backwards.toml", "notes.txt"):
         (elsewhere / "mine" / file).write_text("")
@@ -83,12 +83,12 @@ def test_what_is_neither_is_told_what_there_is(name, hints, elsewhere):
 
 
 @pytest.mark.parametrize("name", ["", ".", "zzz/zzz"])
-def test_where_nothing_is_near_all_of_them_are_named(name):
+def test_unknown_name_error_lists_all_recipes_if_none_is_similar(name):
     with pytest.raises(UserError, match=r"; there are arithmetic, .*, variants/weighted_k3$"):
         config.find_recipe(name)
 
 
-def test_all_are_listed_each_with_a_sentence_of_its_own():
+def test_all_recipes_are_listed_with_a_description():
     listed = config.describe_recipes()
     assert [SHIPPED / f"{name}.toml" for name in listed] == list(config.find_packaged_recipes().values())
     assert {path.resolve() for path in SHIPPED.rglob("*.toml")} == set(config.find_packaged_recipes().values())
@@ -96,7 +96,7 @@ def test_all_are_listed_each_with_a_sentence_of_its_own():
     assert all(line.endswith(".") for line in listed.values())
 
 
-def test_each_is_whole_wherever_it_is_read():
+def test_shipped_recipes_load_from_any_working_directory():
     for path in map(config.find_recipe, config.describe_recipes()):
         if "variants" in config.read_settings(path):
             assert plan.load_variant_configs(plan.read_study(path)), path
@@ -104,7 +104,7 @@ def test_each_is_whole_wherever_it_is_read():
             config.load_config(path)
 
 
-def test_the_base_of_a_study_of_ones_own_may_be_a_name(elsewhere):
+def test_base_of_a_custom_study_may_be_a_name(elsewhere):
     study = elsewhere / "mine.toml"
     study.write_text('base = "arithmetic"\nseeds = [0]\n[variants.plain]\n')
     assert plan.read_study(study).variants["plain"]["sampler"] == {"max_tokens": 24}

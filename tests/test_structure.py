@@ -1,4 +1,4 @@
-"""Documents that say what the source says, and no marks of a merge."""
+"""Test that documents match the source, and that no merge conflict markers are left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.version import Version
 SOURCES = sorted(Path("src").rglob("*.py"))
 
 
-def test_no_merge_has_left_its_marks():
+def test_no_merge_conflict_markers_are_left():
     folders = ("src", "tests", "docs", "recipes", "examples", "benchmarks")
     kinds = {".py", ".md", ".toml", ".html"}
     paths = [path for folder in folders for path in Path(folder).rglob("*") if path.suffix in kinds]
@@ -22,7 +22,7 @@ def test_no_merge_has_left_its_marks():
     assert [path for path in [*paths, *Path().glob("*.*")] if path.is_file() and marks.search(path.read_text())] == []
 
 
-def test_the_lowest_versions_that_are_tested_are_the_bounds_of_the_package():
+def test_lowest_tested_versions_equal_the_bounds_of_the_package():
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     apart = {"verifiers", "vllm", "deepspeed", "docs", "dev", "all"}  # not installed by `make test-lowest`
     extras = project["optional-dependencies"]
@@ -42,8 +42,8 @@ def at_least(requirement):
 
 
 @pytest.mark.slow
-def test_possessive_groups_are_matched_by_regex():
-    """Python's own `re` loses matches of them before 3.11.5, as in Debian 12, and says nothing."""
+def test_possessive_quantifiers_are_matched_by_regex():
+    """Python's own `re` silently loses some of their matches before 3.11.5, as in Debian 12."""
     libraries = set()
     for source in filter(possessive, map(Path.read_text, SOURCES)):
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
@@ -57,7 +57,7 @@ def possessive(pattern):
     return re.search(r"\)[?*+]\+", pattern)
 
 
-def test_train_and_update_fit_a_screen():
+def test_train_and_update_policy_fit_on_a_screen():
     source = Path("src/pellucid/algorithm/grpo.py").read_text()
     for name in ("train", "update_policy"):
         body = re.search(rf"\ndef {name}\(.*?(?=\n\n\n)", source, re.DOTALL)

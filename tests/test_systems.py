@@ -1,4 +1,4 @@
-"""The recipes of the systems, with the settings of their sources: each is read, and trains two steps."""
+"""Test the recipes of the systems with the settings of their sources: each is read and trains two steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLER["study_bench"] = ["--algorithm.prompts-per-step", "4", "--algorithm.grou
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
-    """With room for the systems' prompts, and deep enough for their layers."""
+    """Return a model with a context for the systems' prompts and enough layers for their settings."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -40,7 +40,7 @@ def wide_model(tmp_path_factory):
         initializer_range=0.3,
     )
     model = LlamaForCausalLM(shape)
-    # transformers sets the row of the padding token to 0, whose norm has gradients without bounds in its first layer.
+    # transformers sets the row of the padding token to 0, whose norm has unbounded gradients in its first layer.
     model.model.embed_tokens.weight.data[EOS].normal_(std=0.3)
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
@@ -58,7 +58,7 @@ def questions(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", mostly_slow(["gsm8k", "continuity", "expected", "study_bench", "sorting", "countdown"], every=6)
 )
-def test_the_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
+def test_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
     task = "task.task.task" if name == "study_bench" else "task"
     of_file = [f"--{task}.data", str(questions), f"--{task}.test-data", ""]
     data = of_file if name in ("gsm8k", "study_bench") else []
@@ -81,8 +81,8 @@ def test_the_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
     assert (run / "model" / "model.safetensors").exists()
 
 
-def test_the_defaults_of_the_systems():
-    """As part A8 of their descriptions has them."""
+def test_defaults_of_the_systems():
+    """The values are from part A8 of their descriptions."""
     one, trainer, by_hand = (
         config.load_config(Path(f"recipes/{name}.toml")) for name in ("continuity", "gsm8k", "expected")
     )
@@ -98,7 +98,7 @@ def test_the_defaults_of_the_systems():
     assert (by_hand.optimizer.lr, by_hand.sampler.max_tokens, by_hand.policy.reference) == (2e-6, 48, "cpu")
 
 
-def test_the_defaults_of_the_study_bench_and_of_sorting(monkeypatch):
+def test_defaults_of_the_study_bench_and_of_sorting(monkeypatch):
     bench = config.load_config(Path("recipes/study_bench.toml"))
     assert (bench.algorithm.prompts_per_step, bench.algorithm.group_size, bench.algorithm.kl_coef) == (32, 8, 0.01)
     assert (bench.algorithm.clip_low, bench.algorithm.clip_high) == (0.3, 0.3)
@@ -108,10 +108,10 @@ def test_the_defaults_of_the_study_bench_and_of_sorting(monkeypatch):
     sorting = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "sorting_defaults", sorting)
     spec.loader.exec_module(sorting)
-    usual = sorting.parsed([])
+    usual = sorting.parse_options([])
     assert (usual.epochs, usual.inner, usual.responses, usual.clip) == (100, 10, 10, 0.01)
     assert (usual.kl, usual.reference) == (0.0, 10)
-    assert set(sorting.DELTAS) == {"raw", "centered", "normalised", "max"}
+    assert set(sorting.DELTAS) == {"raw", "centered", "normalized", "max"}
     assert {"naive", "unclipped", "clipped"} <= set(sorting.LOSSES)
 
 
@@ -119,8 +119,8 @@ CONFORMANCE = Path("docs/contributing/conformance.md")
 FORMS = {"as described", "by a setting", "different", "absent"}
 
 
-def test_every_item_of_the_systems_has_its_row_and_what_shows_it():
-    """A row names test functions, with their file if others have that name, or commands: all of them exist."""
+def test_every_item_of_the_systems_has_a_row_with_tests_or_commands():
+    """A row names commands or test functions, with their file if others have the same name. All of them must exist."""
     rows = [line.strip("| ").split(" | ") for line in CONFORMANCE.read_text().splitlines() if re.match(r"\| \d", line)]
     assert [int(n) for row in rows for n in row[0].split(", ")] == list(range(1, 79))
     sources = {path: path.read_text() for path in Path("tests").rglob("test_*.py")}
@@ -139,7 +139,7 @@ def test_every_item_of_the_systems_has_its_row_and_what_shows_it():
 
 
 def check_command(line):
-    """A target of the Makefile, or a subcommand with files that exist."""
+    """Check that a Makefile target or a subcommand exists, and its files, too."""
     program, *words = line.split()
     if program == "make":
         assert re.search(rf"^{words[0]}:", Path("Makefile").read_text(), re.MULTILINE), line
@@ -170,7 +170,7 @@ class Even(Gsm8k):
 
 @pytest.mark.slow
 def test_every_technique_of_the_study_bench_changes_something(wide_model, questions, tmp_path):
-    """Eight questions, four a step: the second epoch begins with step 3, and goes from easy to hard."""
+    """There are eight questions and four per step: the second epoch begins at step 3 and goes from easy to hard."""
     (tmp_path / "easy.py").write_text(EASY)
     run, steps = tmp_path / "run", 3
     settings = {

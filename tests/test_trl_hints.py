@@ -1,4 +1,4 @@
-"""Names of TRL's settings: each is a setting here, too, or the message says what does the same, or why nothing does."""
+"""Test names of TRL's settings: each is a setting here, or the error says what replaces it or why nothing does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pellucid.types import UserError
 
 
 def names_of_trl():
-    """Every field of TRL's GRPOConfig, and every argument of its GRPOTrainer."""
+    """Return every field of TRL's GRPOConfig and every argument of its GRPOTrainer."""
     trl = pytest.importorskip("trl")
     fields = [field.name for field in dataclasses.fields(trl.GRPOConfig)]
     arguments = list(inspect.signature(trl.GRPOTrainer.__init__).parameters)[1:]
@@ -29,7 +29,7 @@ def names_of_trl():
 
 
 def refused(act, *arguments):
-    """What is said of the arguments; empty where they are taken."""
+    """Return the error message for the arguments, or "" if they are accepted."""
     try:
         act(*arguments)
     except (UserError, ValueError) as error:
@@ -38,12 +38,12 @@ def refused(act, *arguments):
 
 
 def places(name):
-    """Where our settings have this name."""
+    """Return the sections in which our settings have this name."""
     return [section for section, cls in config.SECTIONS.items() if name in get_field_types(cls)]
 
 
-def test_every_name_of_trl_is_a_setting_or_told_what_is_or_why_none_is_and_what_to_do():
-    """As a keyword, as an option, on the command line, and in a recipe."""
+def test_every_trl_name_is_a_setting_or_explained():
+    """Names are tried as a keyword, as an option, on the command line and in a recipe."""
     names = names_of_trl()
     assert len(names) > 200
     for name in names:
@@ -64,12 +64,12 @@ def test_every_name_of_trl_is_a_setting_or_told_what_is_or_why_none_is_and_what_
 
 
 def place_told(name):
-    """Whether a name is a keyword, or one of several settings that are named."""
+    """Return whether a name is a keyword, or one of several settings that the message names."""
     said = refused(group_settings_by_section, {name: 1}, Dataset)
     return name in ("model",) or not said or f"{name} is a setting of " in said
 
 
-def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative():
+def test_hints_name_existing_settings_and_reasons_have_an_alternative():
     known = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in get_field_types(cls)}
     known |= {f"task.{key}" for cls in (Dataset, Environment) for key in get_field_types(cls)} | {"run", "resume"}
     tables = tomllib.loads(Path(trl_hints.__file__).with_suffix(".toml").read_text())
@@ -102,7 +102,7 @@ def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative()
         "reward_funcs": "TRL's reward_funcs is here reward",
     }.items(),
 )
-def test_what_is_said_of_a_name_of_trl_is_in_keywords(name, said):
+def test_keyword_errors_explain_trl_names(name, said):
     assert said in refused(group_settings_by_section, {name: 1}, None)
 
 
@@ -114,7 +114,7 @@ def test_what_is_said_of_a_name_of_trl_is_in_keywords(name, said):
         ("aggregate", "tokne", "'sequence' or 'constant' (got 'tokne')"),
     ],
 )
-def test_a_value_of_trl_is_told_ours(setting, value, said):
+def test_error_for_a_trl_value_names_our_value(setting, value, said):
     told = refused(config.build_config, {"algorithm": {setting: value}}, "here")
     assert told.endswith(said) or f"{said}, and" in told
     assert told.startswith(f"here: algorithm.{setting}: Input should be '")
@@ -124,7 +124,7 @@ def test_a_value_of_trl_is_told_ours(setting, value, said):
 @pytest.mark.parametrize(
     ("batch", "added_up", "generations", "each"), [(8, 3, 4, None), (8, 3, 4, 6), (16, 1, 8, None)]
 )
-def test_the_formulas_count_as_trl_does(batch, added_up, generations, each, tmp_path):
+def test_formulas_count_as_trl_does(batch, added_up, generations, each, tmp_path):
     trl = pytest.importorskip("trl")
     theirs = trl.GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=added_up,
@@ -136,7 +136,7 @@ def test_the_formulas_count_as_trl_does(batch, added_up, generations, each, tmp_
     assert prompts_per_step == theirs.generation_batch_size / generations
 
 
-def test_a_name_of_trl_is_told_ours(capsys):
+def test_error_for_a_trl_name_names_our_option(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--num-generations", "4"])
     said = (
@@ -147,7 +147,7 @@ def test_a_name_of_trl_is_told_ours(capsys):
     assert explain_trl_name("group_size") == ""
 
 
-def test_all_unknown_names_are_told_at_once(tmp_path):
+def test_all_unknown_names_are_reported_at_once(tmp_path):
     said = refused(group_settings_by_section, {"stpes": 3, "lr": 1.0, "num_generations": 4, "bateau": 1}, None)
     assert said == (
         "pellucid.train has no setting stpes; did you mean steps? pellucid.train has no setting num_generations; TRL's"

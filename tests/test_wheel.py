@@ -1,4 +1,4 @@
-"""The wheel and the sdist, outside of the clone: they are whole, and work where nothing else of this repository is."""
+"""Test that the wheel and the sdist are complete and work outside the repository."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PathFinder.find_spec = staticmethod(lambda name, *of: None if name.partition("."
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder that `make dist` fills."""
+    """Return the folder that `make dist` fills."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=BESIDE.parent, check=True)
@@ -78,7 +78,7 @@ def pip(action, *arguments):
 
 
 def outside(installed, tmp_path, script, *arguments):
-    """What a script prints where the wheel is installed."""
+    """Run a script against the installed wheel, and return the finished process."""
     command = [sys.executable, "-P", "-c", script, str(installed), *map(str, arguments)]
     finished = subprocess.run(command, cwd=tmp_path, env=only(installed), capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -90,7 +90,7 @@ def only(installed):
 
 
 @pytest.mark.slow
-def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
+def test_wheel_contains_exactly_what_is_read_at_run_time(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {path for path in Path("src").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     own = {path.relative_to("src").as_posix() for path in sources}
@@ -103,7 +103,7 @@ def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
 
 
 @pytest.mark.slow
-def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(sdist):
+def test_sdist_contains_exactly_what_the_wheel_is_built_from(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     beside = {name for name in names if not name.startswith(("src/pellucid/", "recipes/"))}
@@ -114,7 +114,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(sdist):
 
 
 @pytest.mark.slow
-def test_a_wheel_built_from_the_sdist_is_the_wheel_built_from_the_clone(wheel, sdist, tmp_path):
+def test_wheel_built_from_the_sdist_equals_the_wheel_built_from_the_clone(wheel, sdist, tmp_path):
     pip("wheel", "--no-build-isolation", "--wheel-dir", tmp_path, sdist)
     assert contents(tmp_path / wheel.name) == contents(wheel)
 
@@ -125,14 +125,14 @@ def contents(archive):
 
 
 @pytest.mark.slow
-def test_its_command_finds_the_recipes_that_it_brings(installed, tmp_path):
+def test_command_of_the_wheel_finds_its_recipes(installed, tmp_path):
     command = [sys.executable, installed / "bin" / "pellucid", "list", "recipes"]
     printed = subprocess.run(command, cwd=tmp_path, env=only(installed), capture_output=True, text=True, check=True)
     assert all(name in printed.stdout for name in config.describe_recipes())
 
 
 @pytest.mark.slow
-def test_it_trains_is_evaluated_and_draws_its_report(installed, tmp_path, model_dir):
+def test_wheel_trains_evaluates_and_draws_its_report(installed, tmp_path, model_dir):
     """A recipe and the base of a study are found by name."""
     script = f"""{COMMANDS}
 from pellucid.study import plan
@@ -151,7 +151,7 @@ print(config.find_recipe("dapo"))
 
 
 @pytest.mark.slow
-def test_it_answers_over_http(installed, tmp_path, model_dir):
+def test_wheel_answers_over_http(installed, tmp_path, model_dir):
     command = [sys.executable, "-P", "-m", "pellucid", "serve", str(model_dir), "--port", "0", "--max-tokens", "4"]
     with subprocess.Popen(command, cwd=tmp_path, env=only(installed), stdout=subprocess.PIPE, text=True) as service:
         try:
@@ -164,7 +164,7 @@ def test_it_answers_over_http(installed, tmp_path, model_dir):
 
 
 @pytest.mark.slow
-def test_a_missing_extra_is_one_line(installed, tmp_path, model_dir):
+def test_missing_extras_exit_with_one_line(installed, tmp_path, model_dir):
     settings = ["--run", "run", "--policy.model", str(model_dir)]
     task = '[task]\nname = "dataset"\nanswer = "a"\ntemplate = "{q}"\n'
     (tmp_path / "hub.toml").write_text(f'{task}data = "openai/gsm8k"\n')

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint of each family of causal language models, and of some that are none."""
+"""Make a tiny random checkpoint of each family of causal language models, and of some other models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 NEAR = {"head_dim": 8, "sliding_window": 4}
-"""A window shorter than any prompt."""
+"""The window is shorter than any prompt."""
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SEES = {**VISION, "image_size": 28, "patch_size": 14}
@@ -99,14 +99,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "xlstm": {"num_heads": 4},
     "bert": {"is_decoder": False},
 }
-"""model_type, and behind a comma what is peculiar: settings beside SMALL."""
+"""model_type, and after a comma the variant -> settings in addition to SMALL."""
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}),
     "clip_text": ("CLIPTextModel", "CLIPTextConfig", {}),
     "llama, a reward model": ("LlamaForSequenceClassification", "LlamaConfig", {}),
     "llama, without its head": ("LlamaModel", "LlamaConfig", {}),
 }
-"""Models that are no causal language models: what transformers calls model and configuration, and settings."""
+"""Models that are not causal language models: class names of model and config in transformers, and settings."""
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -119,7 +119,7 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def checkpoint(name: str, folder: Path) -> Path:
-    """The folder, with the model and a tokenizer of one token a character."""
+    """Return the folder, with the model and a tokenizer with one token per character."""
     model_of(name).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder

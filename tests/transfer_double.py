@@ -1,8 +1,8 @@
-"""Doubles of NCCL on a CPU, and of vLLM's weight transfer where vLLM is not installed.
+"""Fakes of NCCL on a CPU, and of vLLM's weight transfer if vLLM is not installed.
 
 `Communicator` broadcasts over gloo and, like NCCL's, waits for a dead peer until it is destroyed. `install` puts a
-trainer side of vLLM's shape into sys.modules; `StandIn` is an LLM with the server side, which checks what it is asked.
-`sampler_process.Plain` with it is `Receiving`.
+trainer side like vLLM's into sys.modules. `StandIn` is an LLM with the server side, which checks its requests.
+`Receiving` is `sampler_process.Plain` with a `StandIn`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHT_TRANSFER = "vllm.distributed.weight_transfer"
 
 
 KEPT = []
-"""All groups. The destructor of one waits for a pending broadcast, and no other thread can run meanwhile."""
+"""Keeps all groups alive. The destructor of a group waits for a pending broadcast and blocks all other threads."""
 
 
 class Communicator:
@@ -46,7 +46,7 @@ class Communicator:
             time.sleep(0.001)
         try:
             work.wait()
-        except RuntimeError:  # gloo notices that the peer is dead, or has a limit of time
+        except RuntimeError:  # gloo notices that the peer is dead, or times out
             while not self.disabled:
                 time.sleep(0.01)
 
@@ -54,7 +54,7 @@ class Communicator:
         self.disabled = True
 
 
-# ---------------------------------------------------------------- the trainer
+# ---------------------------------------------------------------- trainer
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Meta(NamedTuple):
 
 
 class Trainer:
-    """As vLLM's NCCLTrainerWeightTransferEngine, one broadcast a weight."""
+    """Like vLLM's NCCLTrainerWeightTransferEngine, with one broadcast per weight."""
 
     def __init__(self, client, source):
         self.client, self.source = client, source
@@ -127,11 +127,11 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-# ---------------------------------------------------------------- the server
+# ---------------------------------------------------------------- server
 
 
 class StandIn:
-    """An LLM whose weights are those of a Plain engine. It refuses what comes in another order than vLLM wants."""
+    """An LLM with the weights of a Plain engine. It refuses calls in another order than vLLM requires."""
 
     def __init__(self, plain, pause=0.0, fault=None):
         self.plain, self.pause, self.fault = plain, pause, fault
@@ -181,7 +181,7 @@ class StandIn:
 
 
 class Receiving(Plain):
-    """A plain engine that weights can be sent to."""
+    """A plain engine that can receive weights."""
 
     def __init__(self, model, pause=0.0, **stand_in):
         super().__init__(model)

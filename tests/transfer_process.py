@@ -1,4 +1,4 @@
-"""A sampler server with `transfer_double.Receiving`, whose transfers pause: `transfer_process.py PORT PAUSE`."""
+"""Run a sampler server with `transfer_double.Receiving` and slow transfers: `transfer_process.py PORT PAUSE`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Triton's interpreter, corrected to round bfloat16 as a GPU does. Import it before any kernel, and before Triton
-unless the environment says TRITON_INTERPRET=1.
+"""Fix Triton's interpreter to round bfloat16 as a GPU does.
 
-As shipped (3.6 to 3.9) the interpreter truncates where a GPU rounds to the nearest, and `tl.dot` multiplies the bit
-patterns of bfloat16 numbers in place of the numbers.
+Import this module before any kernel, and before Triton unless the environment says TRITON_INTERPRET=1.
+
+As shipped (3.6 to 3.9), the interpreter truncates where a GPU rounds to nearest, and `tl.dot` multiplies the bit
+patterns of bfloat16 numbers instead of the numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 
 import numpy as np
 
-# Triton's own functions are made for the interpreter or not when it is imported, which transformers does.
+# Triton decides on import whether its own functions are interpreted, and transformers imports it.
 assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -24,7 +25,7 @@ shipped_cast, shipped_dot, shipped_patch = Builder.cast_impl, Builder.create_dot
 
 
 def round_to_bfloat16(x):
-    """Return the bit patterns of the nearest bfloat16 numbers; of two that are as near, the even one."""
+    """Return the bit patterns of the nearest bfloat16 numbers, rounding ties to even."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
@@ -52,7 +53,7 @@ def dot(builder, x, y, total, *settings):
 
 
 def patch_tensor(tensor, *scope):
-    """Since numpy 2.4 an array of one element is no index, as Triton 3.6 still takes it to be."""
+    """Convert arrays of one element to an index. Triton 3.6 relies on this, and numpy refuses it since 2.4."""
     shipped_patch(tensor, *scope)
 
     def to_index(x):

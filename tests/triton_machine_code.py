@@ -1,4 +1,4 @@
-"""Machine code of Triton kernels for GPUs that are not here: Triton compiles without one."""
+"""Compile Triton kernels to machine code for given GPUs, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ DTYPES = {
 
 
 class Launch(NamedTuple):
-    """A kernel and what it was launched with."""
+    """A kernel and the arguments and options of its launch."""
 
     kernel: JITFunction[Any]
     arguments: dict[str, Any]
     options: dict[str, int]
-    """Warps and stages."""
+    """Numbers of warps and stages."""
 
 
 class MachineCode(NamedTuple):
     registers: int
-    """Of a thread."""
+    """Per thread."""
     stack_bytes: int
-    """Of a thread: registers that were spilled to memory."""
+    """Per thread: registers that were spilled to memory."""
     shared_bytes: int
     instructions: Counter[str]
-    """By their names with all modifiers, as LDG.E.128."""
+    """By name with all modifiers, like LDG.E.128."""
 
     def count(self, name):
         return sum(n for known, n in self.instructions.items() if known.startswith(name))
 
 
 def record_launches(act):
-    """Call a function, and return the launches for which it asks, of which none is computed."""
+    """Call a function, and return the launches it requests, none of which is computed."""
     launches = []
 
     def record(kernel, *arguments, grid, warmup, **named):
@@ -65,7 +65,7 @@ def record_launches(act):
 
 
 def compile_launch(launch, architecture, folder):
-    """Compile a launch as it would be compiled on that GPU; a file is written in the folder."""
+    """Compile a launch as for that GPU. Writes a file into the folder."""
     kernel, signature, constants, attributes = launch.kernel, {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         value = launch.arguments[parameter.name]

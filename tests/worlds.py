@@ -1,4 +1,4 @@
-"""Those whom tests talk with, as users would write them."""
+"""Environments and tools that tests use, as users would write them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TEMPLATE = (
     "k{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}{{ m.content }}={% endif %}"
     "{% endfor %}"
 )
-"""For the tests' tokenizer of characters: it begins with k; others end with =, the policy with <eos>."""
+"""For the tokenizer of characters: the text begins with k, the policy's turns end with <eos>, and others with =."""
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""For a tokenizer of bytes: the form that most templates have, without tools."""
+"""For a tokenizer of bytes: the most common form of templates, without tools."""
 
 
 class Parrot:
-    """Says something of another length each turn, and ends after some turns; the row says after how many."""
+    """Says something of another length each turn, and ends after the number of turns in the row."""
 
     def reset(self, turns: int = 3, **_row: object) -> str:
         self.left, self.heard = turns, list[str]()
@@ -42,7 +42,7 @@ class Parrot:
 
 
 class Shop:
-    """Tools of an environment, one of each fault."""
+    """Tools of an environment, one for each kind of fault."""
 
     def __init__(self) -> None:
         self.sold = 0
@@ -77,7 +77,7 @@ class Shop:
         os._exit(3)
 
     def hang(self) -> str:
-        """Hang where no signal is heard, as what swallows whatever is raised."""
+        """Hang, and ignore every exception that a signal raises."""
         while True:
             with suppress(BaseException):
                 time.sleep(1.0)
@@ -95,7 +95,7 @@ class Shop:
 
 
 class Broken:
-    """Cannot be reset where the row says so."""
+    """Cannot be reset if the row says so."""
 
     def reset(self, fails: bool = True, **_row: object) -> None:
         if fails:
@@ -124,13 +124,13 @@ def multiply(a: int, b: int) -> int:
 
 
 def asked(count: int = 3, **columns: object) -> list[Prompt]:
-    """Questions of different lengths."""
+    """Return questions of different lengths."""
     rows = [{"turns": 2 + i, **columns} for i in range(count)]
     return [Prompt(f"p{i}", ({"role": "user", "content": "ab" * i + "+"},), columns=row) for i, row in enumerate(rows)]
 
 
 class Counter:
-    """An environment as TRL's documentation has them: what it is worth is how far it was counted."""
+    """An environment as in TRL's documentation. Its reward is a tenth of the final count."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -156,16 +156,16 @@ class Counter:
 
 
 WORLDS = {"counter": Counter, "shop": Shop}
-"""Several environments, of which the row names one."""
+"""Several environments, one of which the row names."""
 
 
 def lengths_heard(environments: list[Parrot], **_columns: object) -> list[float]:
-    """A reward function as TRL's documentation has them, which looks at the environments."""
+    """Return a message and its handles: two streams and the socket to answer on, which is `asking` if `apart`."""
     return [len(environment.heard) / 10 for environment in environments]
 
 
 class Halves:
-    """Says half of a surrogate pair, as json.loads makes of "\\ud83d", wherever it may say something."""
+    """Says half of a surrogate pair, which json.loads returns for "\\ud83d", in every message."""
 
     def reset(self, **_row: object) -> str:
         return "\ud83d?"
@@ -185,7 +185,7 @@ class Halves:
 
 
 class Unsaid:
-    """What it says cannot be made a text."""
+    """Returns objects that cannot be converted to text."""
 
     def reset(self, **_row: object) -> None:
         pass
@@ -204,7 +204,7 @@ class Mute:
 
 
 class Forking:
-    """Forks processes that come back into the package in one of the ways that there are; says how they ended."""
+    """Forks processes that return into the package in different ways, and reports how they ended."""
 
     def reset(self, **_row: object) -> str:
         return "begin"
@@ -226,7 +226,7 @@ class Forking:
 
 
 def forked(how: str) -> int | None:
-    """Return the exit status of a child; the child itself does what is asked."""
+    """Return the exit status of a child. The child itself ends as requested."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -238,13 +238,13 @@ def forked(how: str) -> int | None:
 
 
 class Large:
-    """Leaves an environment of many bytes behind, and stops in the middle of sending it."""
+    """Leaves an environment of many bytes behind, and is stopped while sending it."""
 
     def reset(self, **_row: object) -> None:
         self.bytes = b"a" * 10_000_000
 
     def reply(self, messages: list[dict[str, str]]) -> None:
-        # By a thread, as soon as the answer has begun.
+        # A thread stops the process as soon as the answer has begun.
         threading.Thread(target=stop_soon, daemon=True).start()
 
     def get_reward(self) -> float:
@@ -262,7 +262,7 @@ class FalsyError(Exception):
 
 
 class Falsy:
-    """An environment whose errors are false."""
+    """An environment whose errors are false in boolean context."""
 
     def reset(self, **_row: object) -> None:
         raise FalsyError("no room")

@@ -1,4 +1,4 @@
-"""Advantages: numbers by hand, invariances, limits. Their expected gradients are in test_expectations.py."""
+"""Tests for advantages: values by hand, invariances and limits. Expected gradients are in test_expectations.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from small_policy import F64, grades
 
 CFG = GRPOConfig()
 COMPARING = sorted(ADVANTAGES.keys() - {"raw", "top"})
-# What a factor on all rewards does to the advantages.
+# A common factor on all rewards does not change these.
 SCALE_FREE = {"grpo", "grpo_sample_std", "maxrl", "lead", "length_grouped", "length_grouped_literal", "batch", "gdpo"}
-# These weigh a group by the level of its rewards.
+# These weight a group by the level of its rewards.
 LEVELLED = {"maxrl", "dgpo"}
 
 
@@ -29,11 +29,12 @@ def same(measured, expected, tolerance=1e-12):
     torch.testing.assert_close(measured, torch.as_tensor(expected, dtype=F64), rtol=0, atol=tolerance)
 
 
-def test_the_settings_name_them_all():
+def test_settings_list_every_advantage():
     assert set(get_args(AdvantageName)) == ADVANTAGES.keys()
 
 
-# Population stds are sqrt(3) / 4 and sqrt((4 + 1 + 0 + 9) / 4); S is sqrt(9 (3.5 4 / 3) / 4); W / 8 is the std of all.
+# The population stds are sqrt(3) / 4 and sqrt((4 + 1 + 0 + 9) / 4). S is sqrt(9 (3.5 * 4 / 3) / 4). W / 8 is the std of
+# all eight rewards.
 ROOT3, SIGMA, S, W = (math.sqrt(x) for x in (3, 3.5, 10.5, 167))
 TWO_GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 5.0]]
 HAND = {
@@ -44,20 +45,20 @@ HAND = {
     "maxrl": [[3, -1, -1, -1], [-1, -0.5, 0, 1.5]],
     "raw": TWO_GROUPS,
     "top": [[1, 0, 0, 0], [0, 0, 0, 5]],
-    # All eight: mean 9/8, mean square 31/8, variance 167/64.
+    # All eight rewards have mean 9/8, mean square 31/8 and variance 167/64.
     "batch": [[6 / W, *[-2 / W] * 3], [-16 / W, -8 / W, 0, 24 / W]],
-    # Means .25 and 2, of both 1.125: weights 1.875 and clip(.125) = .5.
+    # The group means are .25 and 2, the overall mean is 1.125: weights 1.875 and clip(.125) = .5.
     "difficulty": [[1.875 * ROOT3, *[-1.875 / ROOT3] * 3], [-1 / SIGMA, -0.5 / SIGMA, 0, 1.5 / SIGMA]],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_by_hand(name):
+def test_advantages_match_values_by_hand(name):
     same(advantages(name, TWO_GROUPS), HAND[name])
 
 
 def test_dgpo_by_hand():
-    """Mean absolute deviations .375 and 1.5; weights 2 softmax(-.125, -1); a dead group takes no share."""
+    """Mean absolute deviations are .375 and 1.5, weights are 2 softmax(-.125, -1), and a dead group takes no share."""
     rewards = [*TWO_GROUPS, [7.0] * 4]
     easy, hard = math.exp(-1.0), math.exp(-0.125)
     weights = [2 * hard / (easy + hard), 2 * easy / (easy + hard)]
@@ -69,15 +70,15 @@ def test_dgpo_by_hand():
 
 
 def test_lead_by_hand():
-    """Half right: the same weight on both sides. A quarter right: w(.25) = .4 + 1.1 / (1 + e^-5) on the right one."""
+    """Half right: both sides have the same weight. A quarter right: the right answer has .4 + 1.1 / (1 + e^-5)."""
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
     rare, common = 0.4 + 1.1 / (1 + math.exp(-5)), 0.4 + 1.1 / (1 + math.exp(0))
     half = 0.4 + 1.1 / (1 + math.exp(-2.5))
     same(advantages("lead", rewards), [[rare * ROOT3, *[-common / ROOT3] * 3], [half, half, -half, -half]])
 
 
-def test_gdpo_keeps_apart_what_a_sum_would_mix():
-    """Two terms of very different spread: standardised each, +-1 and +-1, then weighed 1 and .5."""
+def test_gdpo_standardizes_each_reward_term_separately():
+    """Two terms of very different spread are each standardized to +-1, then weighted by 1 and .5."""
     parts = [[[0.0, 10.0], [0.0, -10.0], [1.0, 10.0], [1.0, -10.0]]]
     measured = advantages("gdpo", [[10.0, -10.0, 11.0, -9.0]], parts=parts, weights=[[1.0, 0.5]])
     raw = torch.tensor([[-1 + 0.5, -1 - 0.5, 1 + 0.5, 1 - 0.5]], dtype=F64)
@@ -90,8 +91,8 @@ def test_gdpo_keeps_apart_what_a_sum_would_mix():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARING)
-def test_equal_rewards_have_exactly_no_advantage(name):
-    """A million of them, dyadic or not."""
+def test_equal_rewards_have_exactly_zero_advantage(name):
+    """Tested on a million rewards, and on rewards that differ by rounding alone."""
     rewards = torch.rand(125_000, 1, dtype=F64).expand(-1, 8)
     lengths = torch.randint(1, 50, (125_000, 8))
     assert advantages(name, rewards, lengths=lengths).abs().max() == 0.0
@@ -101,7 +102,7 @@ def test_equal_rewards_have_exactly_no_advantage(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(COMPARING) - LEVELLED))
-def test_a_shift_of_all_rewards_changes_nothing(name):
+def test_shifting_all_rewards_changes_nothing(name):
     rewards, lengths = torch.rand(50, 8, dtype=F64), torch.randint(1, 50, (50, 8))
     correct = (rewards > 0.5).double()
     plain = advantages(name, rewards, lengths=lengths, correct=correct)
@@ -110,7 +111,7 @@ def test_a_shift_of_all_rewards_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"difficulty", "dgpo"}))
-def test_a_factor_on_all_rewards_is_felt_or_not(name):
+def test_scaling_rewards_scales_advantages_that_are_not_scale_free(name):
     rewards, lengths = torch.rand(50, 8, dtype=F64), torch.randint(1, 50, (50, 8))
     correct = (rewards > 0.5).double()
     plain = advantages(name, rewards, lengths=lengths, correct=correct)
@@ -119,8 +120,8 @@ def test_a_factor_on_all_rewards_is_felt_or_not(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_group_below_min_reward_range_is_dead_for_the_others_too(name):
-    """Members that look across groups must not weigh, or be scaled by, what is no signal."""
+def test_group_below_min_reward_range_is_dead_for_other_groups_too(name):
+    """Advantages that compare groups must neither weight nor be scaled by rewards without a signal."""
     live, noise = [1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]
     cfg = GRPOConfig(advantage=name, min_reward_range=0.01, group_size=4)
     noisy, equal = grades([live, noise]), grades([live, [0.8] * 4])
@@ -130,8 +131,8 @@ def test_a_group_below_min_reward_range_is_dead_for_the_others_too(name):
     assert measured[1].abs().max() == 0.0
 
 
-def test_what_shaping_adds_makes_no_dead_group_live():
-    """min_reward_range is about the rewards of the task."""
+def test_shaping_does_not_revive_a_dead_group():
+    """min_reward_range applies to the rewards of the task, before shaping."""
     task = grades([[1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]])
     shaped = task.rewards - torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=F64)
     measured = compute_advantages_from_grades(task, shaped, GRPOConfig(min_reward_range=0.01, group_size=4))
@@ -139,7 +140,7 @@ def test_what_shaping_adds_makes_no_dead_group_live():
     assert measured[1].abs().max() == 0.0
 
 
-def test_maxrl_refuses_what_it_cannot_divide_by():
+def test_maxrl_refuses_negative_rewards():
     with pytest.raises(UserError, match="negative"):
         advantages("maxrl", [[-1.0, 1.0]])
 
@@ -148,8 +149,8 @@ def test_maxrl_refuses_what_it_cannot_divide_by():
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"difficulty"}))
-def test_difficulty_is_a_factor_of_every_advantage(name):
-    """Means .25, 2 and .75, of all 1: with strength .5 the factors are 1.375, .5 and 1.125."""
+def test_difficulty_scales_every_advantage(name):
+    """Group means are .25, 2 and .75, the overall mean is 1: with strength .5 the factors are 1.375, .5 and 1.125."""
     measured = grades([*TWO_GROUPS, [1.0, 0.0, 1.0, 1.0]], lengths=[[1, 1, 1, 9]] * 3)
     cfg = GRPOConfig(advantage=name, advantage_difficulty=0.5, group_size=4, length_min_cell=2)
     plain = ADVANTAGES[name](measured, cfg)
@@ -160,7 +161,7 @@ def test_difficulty_is_a_factor_of_every_advantage(name):
     )
 
 
-def test_the_advantage_called_difficulty_is_grpo_with_a_strength_of_one():
+def test_difficulty_advantage_equals_grpo_with_strength_one():
     rewards = torch.rand(40, 8, dtype=F64)
     both = GRPOConfig(advantage_difficulty=1.0)
     measured = compute_advantages_from_grades(grades(rewards), rewards, both)
@@ -169,8 +170,8 @@ def test_the_advantage_called_difficulty_is_grpo_with_a_strength_of_one():
         GRPOConfig(advantage="difficulty", advantage_difficulty=1.0)
 
 
-def test_difficulty_goes_by_the_rewards_that_are_compared():
-    """Before shaping both groups are at .5; afterwards at .5 and .25, .375 in the mean: factors .875 and 1.125."""
+def test_difficulty_uses_shaped_rewards():
+    """Both group means are .5 before shaping, .5 and .25 after it. Their mean is .375: factors .875 and 1.125."""
     task = grades([[1.0, 0.0], [1.0, 0.0]])
     shaped = torch.tensor([[1.0, 0.0], [0.5, 0.0]], dtype=F64)
     cfg = GRPOConfig(advantage="centered", advantage_difficulty=1.0, group_size=2)
@@ -192,7 +193,7 @@ def test_one_length_bucket_is_plain_grpo():
 
 
 def test_length_groups_by_hand():
-    """Two buckets of four, shrinkage 4: half of each cell's mean and std, half of the group's."""
+    """Two buckets of four with shrinkage 4 mix half of each cell's mean and std with half of the group's."""
     rewards = [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]]
     cfg = GRPOConfig(length_buckets=2, length_min_cell=3, length_shrinkage=4.0)
     group_mean, group_std = 5 / 8, math.sqrt(15) / 8
@@ -202,8 +203,10 @@ def test_length_groups_by_hand():
     same(advantages("length_grouped", rewards, cfg, lengths=[[3, 4, 5, 6, 20, 21, 22, 23]]), expected)
 
 
-def test_a_cell_of_just_the_least_size_counts():
-    """Cells of three, one and two of them right, shrinkage 1: 3/4 of the cell's mean and std, 1/4 of the group's."""
+def test_cell_of_exactly_the_minimum_size_counts():
+    """Cells of three have one and two right answers. Shrinkage 1 mixes 3/4 of a cell's mean and std with 1/4 of the
+    group's.
+    """
     cfg = GRPOConfig(length_buckets=2, length_min_cell=3, length_shrinkage=1.0)
     measured = advantages("length_grouped", [[0.0, 0.0, 1.0, 0.0, 1.0, 1.0]], cfg, lengths=[[1, 2, 3, 7, 8, 9]])
     baseline, std = 0.75 / 3 + 0.25 / 2, 0.75 * math.sqrt(2) / 3 + 0.25 / 2
@@ -211,27 +214,27 @@ def test_a_cell_of_just_the_least_size_counts():
     same(measured, [[low, low, high, -high, -low, -low]])
 
 
-def test_within_literal_length_groups_the_shortest_may_be_the_only_right_ones_for_nothing():
-    """Lengths of mean 46 and std 31: cells of 2, 4 and 2. The shrunk form still sees who was right."""
+def test_literal_length_groups_may_give_right_answers_no_advantage():
+    """Lengths with mean 46 and std 31 form cells of 2, 4 and 2. The shrunk form still favors the right answers."""
     rewards, lengths = [[1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0]], [[2, 2, 46, 46, 46, 46, 90, 90]]
     assert advantages("length_grouped_literal", rewards, lengths=lengths).abs().max() == 0.0
     shrunk = advantages("length_grouped", rewards, GRPOConfig(length_buckets=2), lengths=lengths)
     assert float(shrunk[0, 0]) > 0.5 > -0.5 > float(shrunk[0, 7])
 
 
-def test_at_just_a_std_from_the_mean_a_length_is_medium():
-    """Four of 2 and four of 90 tokens: mean 46, std 44."""
+def test_length_exactly_one_std_from_the_mean_is_medium():
+    """Four answers of 2 tokens and four of 90 have mean 46 and std 44."""
     rewards, lengths = [[1.0] * 4 + [0.0] * 4], [[2] * 4 + [90] * 4]
     same(advantages("length_grouped_literal", rewards, lengths=lengths), [[1.0] * 4 + [-1.0] * 4])
 
 
-def test_the_std_of_the_lengths_is_that_of_all_there_are():
+def test_length_groups_use_the_population_std():
     """Lengths 10 - 6, 10 - 5, 10 + 5 and 10 + 6: the population std is 5.5, the sample std 6.4."""
     measured = advantages("length_grouped_literal", [[0.0, 1.0, 0.0, 1.0]], lengths=[[4, 5, 15, 16]])
     same(measured, [[0.0, 1.0, -1.0, 0.0]])
 
 
-def test_the_literal_form_by_hand():
+def test_literal_length_groups_by_hand():
     """Lengths 1, 1, 10, 10, 10, 10, 19, 19: mean 10, std 6.4; cells of 2, 4 and 2."""
     rewards = [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
     measured = advantages("length_grouped_literal", rewards, lengths=[[1, 1, 10, 10, 10, 10, 19, 19]])
@@ -242,23 +245,23 @@ def test_the_literal_form_by_hand():
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])
-def test_rounding_is_measured_by_the_rewards_themselves(size):
-    """Rewards of a millionth of a millionth are alive; of a million millions, those a rounding apart are dead."""
+def test_rounding_tolerance_scales_with_the_rewards(size):
+    """At both scales, real differences give advantages and rounding differences give none."""
     same(advantages("grpo", torch.tensor(TWO_GROUPS, dtype=F64) * size), HAND["grpo"])
     a_rounding_apart = torch.tensor([[0.1 + 0.2, 0.3, 0.3, 0.3]], dtype=F64) * size
     assert advantages("grpo", a_rounding_apart).abs().max() == 0.0
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_spread_of_just_min_reward_range_is_dead_rounding_or_not(sign):
-    """0.1 + 0.2 is above 0.3, above nought or below."""
+def test_spread_equal_to_min_reward_range_is_dead_despite_rounding(sign):
+    """In floating point, 0.1 + 0.2 is above 0.3, for both signs."""
     group = grades(torch.tensor([[0.0, sign * (0.1 + 0.2)]], dtype=F64))
     measured = compute_advantages_from_grades(group, group.rewards, GRPOConfig(min_reward_range=0.3, group_size=2))
     assert measured.abs().max() == 0.0
 
 
 def test_gdpo_is_scaled_by_the_batch_not_by_each_group():
-    """Terms that agree add up to +-2, a single live one to +-1: the std of all four is sqrt(2.5)."""
+    """Two agreeing terms add up to +-2, a single live term to +-1: the std of all four values is sqrt(2.5)."""
     parts = [[[1.0, 5.0], [0.0, 4.0]], [[1.0, 3.0], [0.0, 3.0]]]
     measured = advantages("gdpo", [[6.0, 4.0], [4.0, 3.0]], parts=parts)
     same(measured, torch.tensor([[2.0, -2.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2.5))

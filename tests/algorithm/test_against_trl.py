@@ -1,4 +1,4 @@
-"""A second implementation: loss and gradients of TRL's GRPOTrainer on the same model and the same rollouts."""
+"""Compare loss and gradients with TRL's GRPOTrainer on the same model and the same rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-3, "epsilon_high": 4e-3},
         {"objective": "gspo", "aggregate": "sequence", "clip_low": 3e-3, "clip_high": 4e-3},
     ),
-    # TRL's epsilon_high of cispo is the bound itself, ours is its distance from 1.
+    # For CISPO, TRL's epsilon_high is the bound itself; ours is its distance from 1.
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.05}, {"objective": "cispo", "clip_high": 0.05}),
     "sapo": ({"loss_type": "sapo"}, {"objective": "sapo", "aggregate": "sequence"}),
     "dual clip": ({"loss_type": "dapo", "delta": 1.1, **CLIP}, {"dual_clip": 1.1, **OURS}),
@@ -40,7 +40,7 @@ CASES = {
 
 
 def moved(policy: Policy, seed: int) -> Policy:
-    """The same model a small step away."""
+    """Return a copy of the policy with slightly different weights."""
     torch.manual_seed(seed)
     model = copy.deepcopy(policy.model)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def moved(policy: Policy, seed: int) -> Policy:
 
 @pytest.fixture(scope="module")
 def rollouts():
-    """Of a policy that has since moved: prompts of three lengths, two groups of four, ragged completions."""
+    """Return a policy and an off-policy batch: two groups of four completions of different lengths."""
     torch.manual_seed(0)
     now = make_policy()
     old, reference = moved(now, 1), moved(now, 2)
@@ -78,7 +78,7 @@ def cut(completion, length):
 
 
 def trl_inputs(batch, extra):
-    """Prompts padded on the left, by `extra` more than they need."""
+    """Return the batch as TRL's inputs, with prompts padded on the left by `extra` more columns than needed."""
     longest = extra + max(len(ids) for ids in batch.prompt_ids)
     prompts = [batch.prompt_ids[p] for p in batch.prompt_indices.tolist()]
     lengths = torch.tensor([len(ids) for ids in prompts])
@@ -99,11 +99,11 @@ def trl_inputs(batch, extra):
     ("case", "kl_coef", "left_padding"),
     [*((c, k, 0) for c in CASES for k in (0.0, 0.3) if k or "KL" not in c), ("grpo", 0.3, 1), ("grpo", 0.3, 7)],
 )
-def test_loss_and_gradients_are_those_of_trl(case, kl_coef, left_padding, rollouts, tmp_path):
+def test_loss_and_gradients_match_trl(case, kl_coef, left_padding, rollouts, tmp_path):
     theirs, ours = CASES[case]
     policy, batch = rollouts
     model = copy.deepcopy(policy.model)
-    model.save_pretrained(tmp_path)  # TRL loads its reference from where the model came from
+    model.save_pretrained(tmp_path)  # TRL loads its reference model from this path
     model.config._name_or_path = str(tmp_path)
     trainer = GRPOTrainer(
         model=model,

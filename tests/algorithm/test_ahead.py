@@ -1,4 +1,4 @@
-"""The loop that draws a step ahead, beside the one that does not."""
+"""Tests for `async_grpo.train_async`, which samples one step ahead, against the loop that does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING = Sampling(max_tokens=6)
 
 
 class Apart(NativeSampler):
-    """Has weights of its own, as an engine has."""
+    """Keeps its own copy of the weights, as an inference engine does."""
 
     lag = 0
 
@@ -36,7 +36,7 @@ class Apart(NativeSampler):
 
 
 class Late(Apart):
-    """In a loop that draws within the step: goes on with the weights before the last."""
+    """Samples with the weights from one sync earlier, in the loop that samples within the step."""
 
     lag = 1
 
@@ -53,7 +53,7 @@ def same_weights(one, other):
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_staleness": 2}, {"epochs": 2}], ids=str)
-def test_it_trains_as_a_loop_whose_sampler_is_one_step_late(settings):
+def test_async_training_equals_sync_training_with_a_late_sampler(settings):
     cfg = GRPOConfig(steps=4, group_size=4, correction="token", **settings)
     here, there, without = make_policy(), make_policy(), make_policy()
     early = run(async_grpo.train_async, Apart(), here, cfg)
@@ -68,8 +68,8 @@ def test_it_trains_as_a_loop_whose_sampler_is_one_step_late(settings):
         assert {name: one.metrics[name] for name in shared} == {name: other.metrics[name] for name in shared}
 
 
-def test_a_prompt_that_cannot_be_asked_ends_the_run_behind_a_whole_step():
-    """It is met while the step before it is trained, which is then taken to its end."""
+def test_data_error_is_raised_after_the_current_step_is_complete():
+    """The error occurs while the previous step trains; that step still completes."""
 
     class Refuses(Apart):
         def generate(self, prompts, sampling):
@@ -89,7 +89,7 @@ def test_a_prompt_that_cannot_be_asked_ends_the_run_behind_a_whole_step():
     assert same_weights(policy, other)
 
 
-def test_the_next_step_is_drawn_while_this_one_is_trained():
+def test_next_rollouts_are_sampled_while_the_current_step_trains():
     trained, drawn = threading.Event(), []
 
     class Watched(Apart):
@@ -111,7 +111,7 @@ def test_the_next_step_is_drawn_while_this_one_is_trained():
     assert drawn == [f"0/{step}" for step in range(4)]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
+def test_resumed_run_reaches_the_same_weights():
     whole, parted, state = make_policy(), make_policy(), TrainingState()
     run(async_grpo.train_async, Apart(), whole)
     run(async_grpo.train_async, Apart(), parted, state=state, steps=2)
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
 
 
 class Failing(CountDigits):
-    """Fails at the first completion of each group, and has a prompt column that is not finite."""
+    """Fails on the first completion of each group, and has prompt columns that are not finite."""
 
     def sample(self, step, n):
         return [replace(p, columns={"score": math.nan, "most": [math.inf]}) for p in super().sample(step, n)]
@@ -136,7 +136,7 @@ class Failing(CountDigits):
         return [Reward(math.nan, {"part": math.nan}, error="no") if i % 4 == 0 else r for i, r in enumerate(rewards)]
 
 
-def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
+def test_failed_rewards_sampled_ahead_survive_a_checkpoint():
     whole, parted, state = make_policy(), make_policy(), TrainingState()
     run(async_grpo.train_async, Apart(), whole, task=Failing())
     run(async_grpo.train_async, Apart(), parted, state=state, steps=2, task=Failing())
@@ -155,8 +155,8 @@ def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
 
 
 @pytest.mark.slow
-def test_the_shares_in_which_either_side_waits():
-    """Drawing sleeps for 0.3 s, an update for 0.1: training waits for two thirds of a step, and sampling hardly."""
+def test_bubble_metrics_report_how_long_each_side_waits():
+    """Sampling takes 0.3 s and an update 0.1 s: training waits for two thirds of a step, sampling hardly at all."""
 
     class Slow(Apart):
         def generate(self, prompts, sampling):
@@ -180,7 +180,7 @@ def test_the_shares_in_which_either_side_waits():
     assert taken[-1].metrics["time/bubble_training"] < 0.2
 
 
-def test_what_fails_beside_ends_the_run():
+def test_other_sampling_errors_abort_the_current_step():
     class Fails(Apart):
         def generate(self, prompts, sampling):
             if sampling.seed == "0/2":

@@ -1,4 +1,4 @@
-"""The loop's pieces on tensors: the same numbers and gradients as in the loop, and mistakes in one line."""
+"""Tests for `group_advantages` and `policy_loss` on plain tensors: they match the loop and report mistakes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ G = 4
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Two groups of four of a policy that has moved since, with composite rewards, one of which failed."""
+    """Return a policy, two groups of four completions from an older policy, and their batch.
+
+    The rewards are composite, and one of them failed.
+    """
     torch.manual_seed(0)
     now, old, reference = (make_policy(seed=seed, entropy_grad=True) for seed in range(3))
     prompts = CountDigits().sample(0, 2)
@@ -53,7 +56,7 @@ def composite(reward, i):
 
 
 def arrays(groups):
-    """What somebody else would have in hand."""
+    """Return the rewards and other grades as plain arrays, as another code base would have them."""
     grades = collect_grades(groups)
     rewards = [[r.value for r in g.rewards] for g in groups]
     terms = [[[r.parts.get(name, float("nan")) for name in ("digits", "place")] for r in g.rewards] for g in groups]
@@ -66,7 +69,7 @@ def arrays(groups):
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_advantages_of_an_array_are_those_of_the_loop(advantage, drawn):
+def test_advantages_of_an_array_match_the_loop(advantage, drawn):
     _, groups, batch = drawn
     rewards, others = arrays(groups)
     cfg = GRPOConfig(advantage=advantage, group_size=G, prompts_per_step=2)
@@ -96,8 +99,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("case", LOSSES)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_gradient_of_the_loss_is_that_of_the_loop(case, parts, drawn):
-    """`update` of the package, against log-probs that somebody else computed; in one backward pass or in three."""
+def test_gradient_of_policy_loss_matches_the_loop(case, parts, drawn):
+    """Compare `update_policy` with the loss of given log-probs, in one backward pass or in three."""
     policy, groups, batch = drawn
     settings = LOSSES[case]
     cfg = GRPOConfig(**settings, kl_in="loss", group_size=G, prompts_per_step=2)
@@ -111,7 +114,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_loop(case, parts, drawn):
         rows = slice(start, start + len(batch) // parts + 1)
         part = batch.select_rows(rows)
         scores = policy.score(part)
-        unknown = torch.where(part.response_mask, 0.0, -torch.inf)  # padding is nobody's business
+        unknown = torch.where(part.response_mask, 0.0, -torch.inf)  # padding must be ignored
         loss = policy_loss(
             scores.logprobs + unknown,
             advantages.flatten()[rows],
@@ -131,7 +134,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_loop(case, parts, drawn):
 
 
 def test_a_first_step_needs_no_old_logprobs(drawn):
-    """The ratio of a policy to itself is 1: the gradient is that of A log pi, the loss -mean A."""
+    """The ratio of a policy to itself is 1, so the gradient is that of A log pi and the loss is -mean A."""
     policy, _, batch = drawn
     advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5], [2.0, 0.0, 0.0, -2.0]])
     logprobs = policy.score(batch).logprobs
@@ -143,8 +146,8 @@ def test_a_first_step_needs_no_old_logprobs(drawn):
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_what_stands_in_the_padding_has_no_gradient(case, drawn):
-    """Not even an infinity, of which there is none that is a number."""
+def test_padding_gets_no_gradient(case, drawn):
+    """Infinities in the padding must not produce a NaN gradient."""
     _, _, batch = drawn
     unknown = torch.where(batch.response_mask, 0.0, -torch.inf)
     logprobs = (batch.sampler_logprobs - 0.1 + unknown).requires_grad_()
@@ -162,7 +165,7 @@ def test_what_stands_in_the_padding_has_no_gradient(case, drawn):
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_what_stands_in_the_padding_is_not_read(case, drawn):
+def test_padding_values_are_not_read(case, drawn):
     _, _, batch = drawn
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.5, 0.5, -3.0])[:, None].expand_as(batch.sampler_logprobs)
     losses = []
@@ -175,7 +178,7 @@ def test_what_stands_in_the_padding_is_not_read(case, drawn):
     assert torch.equal(*losses)
 
 
-def test_functions_are_taken_as_they_are():
+def test_functions_are_accepted_in_place_of_names():
     rewards = [[0.0, 1.0, 1.0, 0.0]]
     mine = group_advantages(rewards, lambda grades, cfg: 2 * grades.rewards)
     assert torch.equal(mine, 2 * torch.tensor(rewards).double())
@@ -210,7 +213,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("told", MISTAKES)
-def test_a_mistake_is_one_line(told):
+def test_mistakes_raise_a_one_line_error(told):
     with pytest.raises(UserError) as error:
         MISTAKES[told]()
     assert told in str(error.value)
@@ -218,7 +221,7 @@ def test_a_mistake_is_one_line(told):
 
 
 @pytest.mark.slow
-def test_the_settings_of_the_algorithm_are_read_without_torch():
+def test_algorithm_settings_are_imported_without_torch():
     read = "import sys, pellucid.algorithm.settings; assert 'torch' not in sys.modules"
     used = "pellucid.algorithm.policy_loss; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", f"{read}; {used}"], check=True)

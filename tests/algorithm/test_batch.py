@@ -1,4 +1,4 @@
-"""Rollouts as tensors: what is joined stays whole, what failed is judged among its siblings."""
+"""Tests for rollouts as tensors: collating and joining batches, and failed rewards within a group."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def group(*lengths, rewards=(), shown=()):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
-    """Replay puts the newest first: older responses may be longer."""
+def test_joined_rollouts_lose_no_token_in_any_order_of_widths(order):
+    """Replay puts the newest batch first, and older responses may be longer."""
     batches = [collate([group(*lengths)]) for lengths in ((1, 1), (2, 5), (3, 1))]
     batches = [
         replace(
@@ -46,7 +46,7 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
     assert joined.prompt_indices.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_joined_rollouts_keep_what_is_known_of_their_prompts():
+def test_joined_rollouts_keep_their_prompts_and_demonstrations():
     one = collate([group(1, 2, shown=(8, 9, 5)), group(1, 1)])
     two = collate([group(3, 1, shown=(9,))])
     joined = concat_batches([two, one])
@@ -55,7 +55,7 @@ def test_joined_rollouts_keep_what_is_known_of_their_prompts():
 
 
 def test_a_failed_reward_counts_as_the_mean_of_its_siblings():
-    """Not of the step: the other group is at 9. Where all siblings failed there is nothing to be like."""
+    """The mean is that of the group, not of the step, whose other group is at 9. If all siblings failed, it is 0."""
     failed = Reward(math.nan, error="ZeroDivisionError")
     groups = [
         group(1, 1, 1, rewards=(Reward(1.0), failed, Reward(0.0))),
@@ -66,7 +66,7 @@ def test_a_failed_reward_counts_as_the_mean_of_its_siblings():
     assert collect_grades(groups).rewards.tolist() == collect_task_rewards(groups).tolist()
 
 
-def test_a_term_that_failed_counts_as_its_siblings_mean():
+def test_failed_term_counts_as_the_mean_of_its_siblings():
     groups = [
         group(1, 1, 1, rewards=tuple(Reward(x, {"a": x}) if x is not None else Reward(math.nan) for x in values))
         for values in ((1.0, None, 0.0), (9.0, 9.0, 9.0))
@@ -74,8 +74,8 @@ def test_a_term_that_failed_counts_as_its_siblings_mean():
     assert collect_grades(groups).parts[..., 0].tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0]]
 
 
-def test_one_prompt_without_a_token_is_one_too_many():
-    """Its rows would be predicted from the last token of its neighbour."""
+def test_prompt_without_a_token_is_refused():
+    """Its rows would otherwise be predicted from the last token of its neighbor."""
     with pytest.raises(ValueError, match="a prompt without a token"):
         collate([group(1, 1), replace(group(1, 1), prompt_ids=())])
 
@@ -86,8 +86,8 @@ def test_one_prompt_without_a_token_is_one_too_many():
     ),
     st.integers(0, 5),
 )
-def test_what_is_collated_can_be_taken_apart_again(responses, size):
-    """Tokens that equal the padding included: rows are told apart by their lengths."""
+def test_collated_rollouts_can_be_split_and_recovered(responses, size):
+    """Tokens may equal the padding, because row lengths decide which tokens belong to a row."""
     groups = [
         Group(
             Prompt(str(p), "?"),

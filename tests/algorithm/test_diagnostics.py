@@ -1,4 +1,4 @@
-"""What a technique changed, against counts by hand; and what is said of one that changes nothing."""
+"""Tests for `effect/` metrics against counts by hand, and for warnings about settings without an effect."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def on_advantages(rewards, shaped, **settings):
     )
 
 
-def test_plain_grpo_changes_nothing_and_says_nothing():
+def test_plain_grpo_reports_no_effect():
     assert on_advantages([[1.0, 0.0]], [[1.0, 0.0]]) == {}
 
 
 def test_difficulty_changes_the_advantages_of_groups_off_the_mean():
-    """Means .5, .5, .75 and .25: the first two are at the mean of the batch and keep a factor of 1."""
+    """Group means are .5, .5, .75 and .25: the first two are at the mean of the batch and keep a factor of 1."""
     rewards = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     assert on_advantages(rewards, rewards, advantage="difficulty") == {"effect/advantage": 0.5}
     alike = [rewards[0], rewards[1]]
@@ -50,15 +50,15 @@ def test_difficulty_changes_the_advantages_of_groups_off_the_mean():
     assert both == {"effect/advantage": 1.0, "effect/difficulty": 0.5}
 
 
-def test_what_another_setting_silences_is_not_booked_to_the_comparison():
-    """The group's spread is .1: both comparisons give 0 where that counts as none."""
+def test_effect_of_min_reward_range_is_not_attributed_to_the_advantage():
+    """The group's spread is .1, so both advantages are 0 if min_reward_range covers it."""
     rewards = [[1.0, 0.9, 1.0, 0.9]]
     assert on_advantages(rewards, rewards, advantage="rloo") == {"effect/advantage": 1.0}
     assert on_advantages(rewards, rewards, advantage="rloo", min_reward_range=0.1) == {"effect/advantage": 0.0}
 
 
-def test_length_groups_of_ties_count():
-    """Five of eight answers are as short as can be: a cell of five, however many buckets there are."""
+def test_length_groups_of_tied_lengths_have_an_effect():
+    """Five of eight answers are equally short and form a cell of five for any number of buckets."""
     rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0]], dtype=F64)
     lengths = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0]], dtype=F64)
     measured = grades(rewards.tolist())._replace(lengths=lengths)
@@ -70,8 +70,8 @@ def test_length_groups_of_ties_count():
     assert metrics.find_inert_settings(cfg) == []
 
 
-def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
-    """Which is what smoothing comes to where all siblings weigh the same (E3-3)."""
+def test_shaping_that_is_affine_in_a_group_has_no_effect():
+    """Smoothing is affine if all siblings have the same weight."""
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
     affine = [[0.9, 0.1, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
     one_changed = [[0.9, 0.5, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
@@ -80,13 +80,13 @@ def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
     assert on_advantages(rewards, one_changed, **settings) == {"effect/shaping": 0.5}
 
 
-def test_a_penalty_counts_where_it_moves_an_advantage():
+def test_kl_penalty_has_an_effect_only_if_it_changes_an_advantage():
     penalty = torch.tensor([[0.5, -0.5, 0.001, 0.0]])
     assert metrics.compute_kl_penalty_effect(penalty, list) == {"effect/kl": 0.5}
     assert metrics.compute_kl_penalty_effect(0.0, list) == {}
 
 
-def test_kl_in_the_loss_counts_by_its_factor_in_the_gradient():
+def test_effect_of_kl_in_the_loss_depends_on_its_gradient_factor():
     cfg = GRPOConfig(kl="k3", kl_in="loss", kl_coef=0.1)
     logprobs = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
     reference = torch.tensor([[-1.0, -1.09, -1.11, -0.5]])
@@ -98,8 +98,8 @@ def test_kl_in_the_loss_counts_by_its_factor_in_the_gradient():
     assert metrics.compute_kl_loss_effect(logprobs, reference, None, GRPOConfig(kl_coef=0.1)) == {}
 
 
-def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
-    """At q = .01 the bounds of dcpo are .5 and 5, at q = 1 .8 and 1.17; the fixed ones are .84 and 1.2."""
+def test_dcpo_bounds_have_an_effect_where_fixed_bounds_clip_otherwise():
+    """The bounds of dcpo are .5 and 5 at q = .01, and .8 and 1.17 at q = 1; the fixed bounds are .84 and 1.2."""
     cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
     old = torch.tensor([[0.01, 0.01, 1.0, 1.0, 0.01]], dtype=F64).log()
     ratio = torch.tensor([[3.0, 6.0, 1.1, 1.19, 0.6]], dtype=F64)
@@ -113,8 +113,10 @@ def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
 # ---------------------------------------------------------------- clipping by difficulty
 
 
-def test_a_hard_group_may_move_further_and_an_easy_one_less():
-    """Mean .5, strength 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it; either bound has its own."""
+def test_hard_groups_get_wider_clip_bounds_than_easy_groups():
+    """The mean is .5. With strength 1, 0 of 4 right widen the bound by 1.5 and 4 of 4 right halve it. The upper and the
+    lower bound have separate strengths.
+    """
     correct = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]], dtype=F64)
 
     def ranges(**settings):
@@ -133,7 +135,7 @@ def test_a_hard_group_may_move_further_and_an_easy_one_less():
 
 
 def test_each_row_is_clipped_at_its_own_bound():
-    """The value beyond a bound is that at the bound, and its gradient is 0."""
+    """Beyond a bound the value is that at the bound, and its gradient is 0."""
     old = torch.zeros(2, 2, dtype=F64)
     logprobs = torch.tensor([[1.25, 1.35], [1.25, 1.05]], dtype=F64).log().requires_grad_()
     width = torch.tensor([[0.3], [0.1]], dtype=F64)
@@ -145,12 +147,12 @@ def test_each_row_is_clipped_at_its_own_bound():
     assert logprobs.grad.tolist() == [pytest.approx([1.25, 0.0]), pytest.approx([0.0, 1.05])]
     measured = compute_clip_metrics(outcome, mask)
     assert measured["clip/high"].tolist() == [[False, True], [True, False]]
-    # The fixed bound of 1.2 takes 1.25 and 1.35 from the first row, 1.25 from the second.
+    # The fixed bound of 1.2 clips 1.25 and 1.35 in the first row and 1.25 in the second.
     assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
 
 
 def test_each_row_is_clipped_below_at_its_own_bound():
-    """Bounds 1 - .3 and 1 - .1 where A < 0; above, all rows have the fixed 1.2."""
+    """The lower bounds (A < 0) are 1 - .3 and 1 - .1; the upper bound of all rows is the fixed 1.2."""
     old = torch.zeros(2, 2, dtype=F64)
     logprobs = torch.tensor([[0.75, 0.65], [0.85, 1.3]], dtype=F64).log().requires_grad_()
     mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[-1.0, -1.0], [-1.0, 1.0]], dtype=F64)
@@ -161,12 +163,12 @@ def test_each_row_is_clipped_below_at_its_own_bound():
     outcome.value.sum().backward()
     assert logprobs.grad.tolist() == [pytest.approx([-0.75, 0.0]), pytest.approx([0.0, 0.0])]
     measured = compute_clip_metrics(outcome, mask)
-    # The fixed bound of .8 takes .75 and .65 from the first row, nothing of .85 from the second.
+    # The fixed bound of .8 clips .75 and .65 in the first row, but not .85 in the second.
     assert measured["effect/clip"].tolist() == [[True, False], [True, False]]
 
 
 def test_dynamic_bounds_widen_with_difficulty():
-    """At q = 1/2 the ratio r is bounded by |(r - 1) r| / 2 = clip, with the clips of the row."""
+    """At q = 1/2 the bounds of the ratio r solve |(r - 1) r| / 2 = clip, with the clip of the row."""
     old = torch.full((2, 2), 0.5, dtype=F64).log()
     mask, cfg = torch.ones(2, 2, dtype=torch.bool), GRPOConfig(objective="dcpo", clip_difficulty=1.0)
     low, high = torch.tensor([[0.12], [0.05]], dtype=F64), torch.tensor([[0.3], [0.1]], dtype=F64)
@@ -176,8 +178,8 @@ def test_dynamic_bounds_widen_with_difficulty():
     torch.testing.assert_close((bounds[1] - 1) * bounds[1] / 2, high.expand(2, 2), rtol=0, atol=1e-12)
 
 
-def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
-    """Two groups of two, right 0 and 1 of 2: the mean is .25, so the bounds are .2 (1 + .25) and .2 (1 - .25)."""
+def test_clip_bound_is_wide_for_groups_below_the_mean_accuracy():
+    """0 of 2 and 1 of 2 are right in the two groups: the mean is .25, so bounds are .2 (1 + .25) and .2 (1 - .25)."""
     answer = Completion((1,), (0.0,), "", True)
     groups = [Group(Prompt(str(p), "?"), (0,), (answer, answer), (Reward(float(p)), Reward(0.0))) for p in (0, 1)]
     cfg = GRPOConfig(group_size=2, clip_difficulty=1.0, clip_low=0.1, clip_difficulty_low=2.0)
@@ -193,8 +195,8 @@ def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
     )
 
 
-def test_a_group_is_compared_with_those_of_all_processes():
-    """Right 1 of 2 here and 0 of 2 in the other process: the mean is .25, and the bound .2 (1 - .25)."""
+def test_clip_difficulty_compares_with_groups_of_all_processes():
+    """1 of 2 is right here and 0 of 2 in the other process: the mean is .25 and the bound .2 (1 - .25)."""
     answer = Completion((1,), (0.0,), "", True)
     mine, other = (
         Group(Prompt(name, "?"), (0,), (answer, answer), (Reward(value), Reward(0.0)))
@@ -211,13 +213,13 @@ def test_a_group_is_compared_with_those_of_all_processes():
     assert judged.clip_high.tolist() == pytest.approx([0.15, 0.15])
 
 
-def test_it_goes_with_the_clipped_objective_alone():
+def test_clip_difficulty_is_refused_for_gspo():
     for name in ("clip_difficulty", "clip_difficulty_low"):
         with pytest.raises(ValueError, match=f"{name} has no use"):
             GRPOConfig(objective="gspo", **{name: 1.0})
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- warnings
 
 
 @pytest.mark.parametrize(
@@ -231,17 +233,17 @@ def test_it_goes_with_the_clipped_objective_alone():
         ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),
     ],
 )
-def test_what_cannot_do_anything_is_said_with_the_mend(inert, said, mended):
+def test_settings_without_an_effect_are_reported_with_a_fix(inert, said, mended):
     [line] = metrics.find_inert_settings(GRPOConfig(**inert))
     assert said in line
     assert metrics.find_inert_settings(GRPOConfig(**mended)) == []
 
 
-def test_the_defaults_have_nothing_to_say():
+def test_defaults_have_no_inert_settings():
     assert metrics.find_inert_settings(GRPOConfig()) == []
 
 
-def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
+def test_zero_effect_is_reported_once_and_only_if_it_was_never_positive():
     watch = metrics.InertSettingWatcher(GRPOConfig())
     said = [
         watch.observe_step({"effect/kl": 0.0, "effect/clip": 0.1 if step == 2 else 0.0, "clip/low": 0.0})
@@ -251,15 +253,15 @@ def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
     assert said[4][0].startswith("effect/kl was 0")
 
 
-def test_prefixes_that_fit_no_question_are_said():
-    """In one line, also where there is a coefficient for them."""
+def test_prefixes_that_fit_no_question_are_reported():
+    """The report is one line, with and without prefix_coef."""
     for cfg in (GRPOConfig(), GRPOConfig(prefix_coef=1.0)):
         watch = metrics.InertSettingWatcher(cfg)
         [line] = [watch.observe_step({"prefix/share": 0.0}) for _ in range(5)][-1]
         assert "no question had a prefix in 5 steps" in line
 
 
-def test_a_coefficient_without_prefixes_is_said():
+def test_prefix_coef_without_prefixes_is_reported():
     idle, busy = (
         metrics.InertSettingWatcher(GRPOConfig(prefix_coef=1.0)),
         metrics.InertSettingWatcher(GRPOConfig(prefix_coef=1.0)),
@@ -269,13 +271,13 @@ def test_a_coefficient_without_prefixes_is_said():
     assert [busy.observe_step({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
 
 
-def test_kl_in_the_raw_reward_is_shaping_and_kl_elsewhere_is_none():
+def test_only_kl_in_the_raw_reward_counts_as_shaping():
     rewards, charged = [[1.0, 0.0, 0.0, 0.0]], [[1.0, 0.5, 0.0, 0.0]]
     assert on_advantages(rewards, charged, kl_coef=0.1, kl_in="raw_reward") == {"effect/shaping": 1.0}
     assert on_advantages(rewards, rewards, kl_coef=0.1, kl_in="reward") == {}
 
 
-def test_an_exact_kl_below_nought_by_rounding_has_no_effect():
+def test_exact_kl_rounded_below_zero_has_no_effect():
     cfg = GRPOConfig(kl="exact", kl_in="loss", kl_coef=0.1)
     exact = torch.tensor([[-0.006, 0.006]])
     assert metrics.compute_kl_loss_effect(exact, None, exact, cfg)["effect/kl"].tolist() == [[False, True]]

@@ -1,4 +1,4 @@
-"""Expected gradients, exact: every group that a small policy can draw is summed over (docs/explanation/kl.md)."""
+"""Tests of exact expected gradients, summed over every group a small policy can sample (docs/explanation/kl.md)."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def accuracy(theta, rewards):
     return (chances(theta) * torch.tensor(rewards, dtype=F64)).sum()
 
 
-def test_the_sequences_are_all_there_are():
+def test_sequences_cover_the_whole_distribution():
     assert len(SEQUENCES) == 7
     assert float(chances(thetas()[0].detach()).sum()) == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("advantage", "factor"), [("rloo", 1.0), ("centered", 2 / 3), ("raw", 1.0)])
-def test_the_expected_step_is_the_gradient_of_the_expected_reward(objective, advantage, factor):
-    """No bias for rloo and raw; a mean that includes the completion itself costs 1 - 1/G."""
+def test_expected_step_is_the_gradient_of_the_expected_reward(objective, advantage, factor):
+    """rloo and raw are unbiased; a mean that includes the completion itself adds a factor of 1 - 1/G."""
     theta, _ = thetas()
     cfg = GRPOConfig(
         advantage=advantage, objective=objective, group_size=3, aggregate="constant", constant_length=LENGTH
@@ -61,7 +61,7 @@ def test_the_expected_step_is_the_gradient_of_the_expected_reward(objective, adv
     close(-expected_gradient(theta, cfg, REWARDS), exact, 1e-12)
 
 
-# What a completion gets, right or wrong, in a group of n with k right ones: by hand.
+# The advantage of a right or wrong completion in a group of n with k right ones, by hand.
 BY_HAND = {
     "grpo": lambda right, k, n: sqrt((n - k) / k) if right else -sqrt(k / (n - k)),
     "grpo_sample_std": lambda right, k, n: sqrt((n - 1) / n) * BY_HAND["grpo"](right, k, n),
@@ -71,7 +71,7 @@ BY_HAND = {
     "dgpo": lambda right, k, n: n / (2 * k) if right else -n / (2 * (n - k)),
     "lead": lambda right, k, n: BY_HAND["grpo"](right, k, n) * lead_weight(k / n if right else 1 - k / n),
 }
-# One group, one bucket.
+# With one group and one bucket these equal grpo.
 BY_HAND |= dict.fromkeys(["batch", "difficulty", "gdpo", "length_grouped", "length_grouped_literal"], BY_HAND["grpo"])
 
 
@@ -86,7 +86,7 @@ def by_hand(advantage, right, k, size):
 
 
 def score_matrix(theta):
-    """[N, T, W * W]: the gradient of every token's log-probability."""
+    """Return the gradient of every token's log-probability, of shape [N, T, W * W]."""
     rows = [
         [gradient(token_scores(theta)[n, t], theta).flatten() for t in range(LENGTH)] for n in range(len(SEQUENCES))
     ]
@@ -94,15 +94,15 @@ def score_matrix(theta):
 
 
 def reinforce(theta, advantage, aggregate, size):
-    """sum over groups of P(group) sum over i, t of w A grad log pi, from binomial facts and counts of tokens."""
-    scores = score_matrix(theta).sum(1)  # every token of a response weighs the same
+    """Return sum over groups of P(group) sum over i, t of w A grad log pi, from counts of right answers and tokens."""
+    scores = score_matrix(theta).sum(1)  # every token of a response has the same weight
     total = torch.zeros(theta.numel(), dtype=F64)
     p = chances(theta.detach())
     for members in groups(size).tolist():
         tokens = sum(int(LENGTHS[n]) for n in members)
         chance = float(p[members].prod())
         for n in members:
-            # The literal length groups: of three, one and two tokens long, no two lengths share a bucket.
+            # In literal length groups of three completions, lengths of one and of two tokens never share a bucket.
             alike = [m for m in members if advantage != "length_grouped_literal" or LENGTHS[m] == LENGTHS[n]]
             k = sum(BINARY[m] for m in alike)
             weight = {"token": 1 / tokens, "sequence": 1 / (size * int(LENGTHS[n])), "constant": 1 / (size * LENGTH)}
@@ -112,8 +112,8 @@ def reinforce(theta, advantage, aggregate, size):
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_the_first_inner_step_of_every_combination_is_reinforce(advantage, aggregate):
-    """Nine objectives differ in nothing while the ratio is 1."""
+def test_first_inner_step_of_every_combination_is_reinforce(advantage, aggregate):
+    """All nine objectives agree while the ratio is 1."""
     theta, _ = thetas()
     exact = reinforce(theta, advantage, aggregate, 3)
     for objective in OBJECTIVES:
@@ -129,14 +129,14 @@ def test_the_first_inner_step_of_every_combination_is_reinforce(advantage, aggre
 
 
 def closed_form(p, size):
-    """E[A | right] - E[A | wrong], what `grpo` multiplies the gradient of the accuracy with."""
+    """Return E[A | right] - E[A | wrong], the factor by which `grpo` multiplies the gradient of the accuracy."""
     others = [comb(size - 1, k) * p**k * (1 - p) ** (size - 1 - k) for k in range(size)]
     right = sum(chance * by_hand("grpo", 1, k + 1, size) for k, chance in enumerate(others))
     return right - sum(chance * by_hand("grpo", 0, k, size) for k, chance in enumerate(others))
 
 
-def test_dividing_by_the_std_bends_the_objective():
-    """Binary rewards: the gradient is c_G(p) grad p, and c_G tends to that of 2 arcsin sqrt(p) (G-2)."""
+def test_dividing_by_the_std_changes_the_objective():
+    """With binary rewards the gradient is c_G(p) grad p, which tends to that of 2 arcsin sqrt(p) as G grows."""
     theta, _ = thetas()
     slope = gradient(accuracy(theta, BINARY), theta)
     p = accuracy(theta, BINARY).item()
@@ -146,10 +146,10 @@ def test_dividing_by_the_std_bends_the_objective():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_maxrl_climbs_a_truncated_log_likelihood(size):
-    """With right answers the mean of their scores is E[score | right] = grad p / p, in 1 - (1 - p)^G of all groups; the
-    baseline takes off the scores of those groups, which are minus those of the others, (1 - p)^G E[score | wrong]. As G
-    grows the slope becomes 1 / p, that of log p.
+def test_maxrl_follows_a_truncated_log_likelihood(size):
+    """A share of 1 - (1 - p)^G of all groups have right answers, whose mean score is E[score | right] = grad p / p. The
+    baseline subtracts the mean score of these groups. It is minus that of the groups without right answers, which is
+    (1 - p)^G E[score | wrong]. As G grows, the slope tends to 1 / p, the slope of log p.
     """
     theta, _ = thetas()
     p = accuracy(theta, BINARY).item()
@@ -158,8 +158,8 @@ def test_maxrl_climbs_a_truncated_log_likelihood(size):
     close(-expected_gradient(theta, cfg, BINARY), slope * gradient(accuracy(theta, BINARY), theta))
 
 
-def test_the_literal_length_groups_delete_all_credit_for_length():
-    """Every answer of one token right and every other wrong: there is everything to learn, and no gradient (E3-4)."""
+def test_literal_length_groups_remove_all_credit_for_length():
+    """Only answers of one token are right: there is everything to learn, and the gradient is zero."""
     theta, _ = thetas()
     brevity = [float(length == 1) for length in LENGTHS]
     literal, shrunk, plain = (
@@ -174,7 +174,7 @@ def test_the_literal_length_groups_delete_all_credit_for_length():
 
 
 def kl_part(theta, ref, cfg, old=None):
-    """What the penalty adds to the expected gradient of the loss."""
+    """Return what the penalty adds to the expected gradient of the loss."""
     with_kl = expected_gradient(theta, cfg, REWARDS, ref, old)
     return with_kl - expected_gradient(theta, replace(cfg, kl_coef=0.0), REWARDS, ref, old)
 
@@ -184,7 +184,7 @@ def sequence_kl(theta, ref):
 
 
 def state_kl(theta, ref, forward, old):
-    """E over the prefixes of `old`, held fixed, of the KL at each state: what a token-level loss can see."""
+    """Return the expected KL at each state over the prefixes of `old`, held fixed: what a token-level loss can see."""
     kl = forward_kl(theta, ref) if forward else exact_kl(theta, ref.detach())
     return (chances(old.detach())[:, None] * kl).sum()
 
@@ -196,14 +196,14 @@ def forward_kl(theta, ref):
 
 @pytest.mark.parametrize(("advantage", "kl_in"), [("rloo", "reward"), ("grpo", "reward"), ("rloo", "raw_reward")])
 def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl(advantage, kl_in):
-    """Also with advantages divided by a std, as long as the penalty stands outside of it."""
+    """This also holds for advantages divided by a std, as long as the penalty is not divided."""
     theta, ref = thetas()
     cfg = GRPOConfig(kl_in=kl_in, kl_coef=0.3, advantage=advantage, group_size=2, **PER_ROW)
     close(kl_part(theta, ref, cfg), 0.3 * gradient(sequence_kl(theta, ref), theta))
 
 
-def test_the_exact_kl_in_the_reward_misses_the_choice_of_the_token_itself():
-    """It charges a token for the states it leads to; at its own state the sum is the same whatever was drawn."""
+def test_exact_kl_in_the_reward_ignores_the_choice_of_the_token_itself():
+    """It charges a token for the states it leads to; at its own state the sum is the same for every token."""
     theta, ref = thetas()
     cfg = GRPOConfig(kl="exact", kl_coef=0.3, advantage="rloo", group_size=2, **PER_ROW)
     measured = kl_part(theta, ref, cfg)
@@ -221,8 +221,8 @@ def test_off_policy_k1_in_the_reward_is_a_reward_like_any_other():
     close(kl_part(theta, ref, cfg, old), as_reward)
 
 
-def test_in_the_raw_reward_kl_coef_loses_its_meaning():
-    """norm(R - beta K): where the rewards are equal, beta hardly matters any more (E0-2)."""
+def test_kl_coef_in_the_raw_reward_cancels_if_rewards_are_equal():
+    """norm(R - beta K) hardly depends on beta if the rewards R are equal."""
     theta, ref = thetas()
     parts = []
     for coef in (0.01, 1.0):
@@ -240,7 +240,7 @@ def test_in_the_raw_reward_kl_coef_loses_its_meaning():
 @pytest.mark.parametrize(
     ("kl", "forward"), [("k2", False), ("exact", False), ("k3_weighted", False), ("k3", True)], ids=str
 )
-def test_in_the_loss_it_is_the_gradient_of_a_token_kl(kl, forward):
+def test_kl_in_the_loss_has_the_gradient_of_a_token_kl(kl, forward):
     theta, ref = thetas()
     cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, **PER_ROW)
     measured = kl_part(theta, ref, cfg)
@@ -249,22 +249,22 @@ def test_in_the_loss_it_is_the_gradient_of_a_token_kl(kl, forward):
     assert (measured - other).abs().max() > 1e-2
 
 
-def test_k1_in_the_loss_does_nothing_but_noise():
+def test_k1_in_the_loss_has_no_expected_gradient():
     theta, ref = thetas()
     cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, **PER_ROW)
     assert kl_part(theta, ref, cfg).abs().max() < 1e-12
 
 
-def test_k1_in_a_loss_of_response_means_asks_for_length():
-    """E[1/T sum of scores] = grad E[1/T]: minimised, responses grow, wherever the reference is (E2-1)."""
+def test_k1_in_a_loss_of_response_means_favors_length():
+    """E[1/T sum of scores] = grad E[1/T]: minimizing it makes responses longer, for any reference."""
     theta, ref = thetas()
     cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, aggregate="sequence")
     brevity = (chances(theta) / LENGTHS).sum()
     close(kl_part(theta, ref, cfg), gradient(brevity, theta))
 
 
-def test_off_policy_k1_in_the_loss_makes_unlikely_what_was_drawn():
-    """Whatever the reference is, it climbs KL(pi_old, pi)."""
+def test_off_policy_k1_in_the_loss_makes_sampled_tokens_unlikely():
+    """For any reference it increases KL(pi_old, pi)."""
     theta, ref, old = thetas(3)
     cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, objective="importance_weighted", **PER_ROW)
     away = (chances(old.detach()) * (token_scores(old.detach()) - token_scores(theta)).sum(-1)).sum()
@@ -272,14 +272,14 @@ def test_off_policy_k1_in_the_loss_makes_unlikely_what_was_drawn():
 
 
 @pytest.mark.parametrize("kl", ["k3_weighted", "exact"])
-def test_off_policy_only_the_weighted_and_the_exact_keep_their_gradient(kl):
+def test_k3_weighted_and_exact_kl_keep_their_gradient_off_policy(kl):
     theta, ref, old = thetas(3)
     cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, objective="importance_weighted", **PER_ROW)
     close(kl_part(theta, ref, cfg, old), gradient(state_kl(theta, ref, False, old), theta))
 
 
 @pytest.mark.parametrize("kl", ["k2", "k3"])
-def test_off_policy_the_others_do_not(kl):
+def test_k2_and_k3_lose_their_gradient_off_policy(kl):
     theta, ref, old = thetas(3)
     cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, objective="importance_weighted", **PER_ROW)
     exact = gradient(state_kl(theta, ref, kl == "k3", old), theta)
@@ -292,14 +292,14 @@ def mean_k2(theta, ref):
 
 
 @pytest.mark.parametrize("kl", ["k2", "k3"])
-def test_in_the_reward_it_is_the_slope_of_its_mean_less_its_gradient_in_the_loss(kl):
-    """k3: grad KL(pi, ref) - grad KL(ref, pi), which pulls away from the reference: hence the collapse that others
-    report. k2: grad E[k2] - grad KL(pi, ref).
+def test_kl_in_the_reward_is_the_gradient_of_its_mean_minus_the_loss_one(kl):
+    """k3 has grad KL(pi, ref) - grad KL(ref, pi), which pulls away from the reference. This explains the collapse that
+    others report. k2 has grad E[k2] - grad KL(pi, ref).
     """
     theta, ref = thetas()
     cfg = GRPOConfig(kl=kl, kl_coef=1.0, advantage="rloo", group_size=2, **PER_ROW)
     measured = expected_gradient(theta, cfg, [0.0] * 7, ref)
     mean = state_kl(theta, ref, False, theta) if kl == "k3" else mean_k2(theta, ref)
     exact = gradient(mean, theta) - gradient(state_kl(theta, ref, kl == "k3", theta), theta)
-    # What a token does to later states counts as well: compare where there are none, at the last token's logits.
+    # The effect of a token on later states counts as well, so compare only the last token's logits.
     close(measured[1:], exact[1:])

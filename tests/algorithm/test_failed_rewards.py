@@ -1,4 +1,4 @@
-"""A failed reward is one thing everywhere: neither right nor wrong, and for the algorithm what its siblings are."""
+"""Test that a failed reward is neither right nor wrong everywhere, and counts as its siblings' mean in training."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def failed(request):
     return FAILED[request.param]
 
 
-def test_what_is_a_failed_reward(failed):
+def test_failed_rewards_are_recognized_and_not_correct(failed):
     assert failed.failed
     assert failed.is_correct is False
     assert not RIGHT.failed
     assert Reward(np.float64(1.0)).is_correct is True, "a bool of Python's, which goes into JSON"
 
 
-def test_for_the_algorithm_it_is_the_mean_of_its_graded_siblings(failed):
-    """As if the task had said so: a value of 1/3, right by a third."""
+def test_failed_reward_counts_as_the_mean_of_its_graded_siblings(failed):
+    """It counts like a reward with the value 1/3 that is one third correct."""
     for advantage, compute in ADVANTAGES.items():
         cfg = GRPOConfig(advantage=advantage, group_size=4, length_min_cell=2)
         of_failed, of_mean = (
@@ -73,16 +73,16 @@ def test_for_the_algorithm_it_is_the_mean_of_its_graded_siblings(failed):
         torch.testing.assert_close(compute(of_failed, cfg), compute(of_mean, cfg), msg=advantage)
 
 
-def test_the_share_of_right_answers_is_that_of_graded_ones(failed):
-    """One of three is right, not one of four; a failed reward moves nothing, by hand."""
+def test_lead_uses_the_accuracy_of_graded_answers(failed):
+    """One of three is right, not one of four. The failed reward has no advantage."""
     advantages = ADVANTAGES["lead"](collect_grades([group(RIGHT, WRONG, WRONG, failed)]), GRPOConfig())[0].tolist()
     weights = [0.4 + 1.1 / (1 + exp(10 * (p - 0.75))) for p in (1 / 3, 2 / 3)]
     # (r - 1/3) / std of (1, 0, 0, 1/3), whose variance is 1/6
     assert advantages == pytest.approx([sqrt(6) * 2 / 3 * weights[0], *2 * [-sqrt(6) / 3 * weights[1]], 0.0], abs=1e-12)
 
 
-def test_the_width_of_the_clip_goes_by_graded_answers(failed):
-    """2 of 3 and 0 of 4 are right, 1/3 in the mean; a group that nobody could grade is as hard as the others."""
+def test_clip_difficulty_uses_graded_answers(failed):
+    """2 of 3 and 0 of 4 are right, with a mean of 1/3. A group without grades counts as having mean difficulty."""
     groups = [group(RIGHT, RIGHT, WRONG, failed), group(*[WRONG] * 4), group(*[failed] * 4)]
     cfg = GRPOConfig(group_size=4, clip_high=0.2, clip_difficulty=1.0)
     advantages = torch.zeros(3, 4, dtype=torch.float64)
@@ -94,15 +94,15 @@ def test_the_width_of_the_clip_goes_by_graded_answers(failed):
     assert batch.clip_high.tolist() == pytest.approx([0.2] * 4)
 
 
-def test_a_group_without_a_grade_teaches_nothing(failed):
+def test_group_without_a_grade_has_no_advantage(failed):
     grades = collect_grades([group(*[failed] * 4)])
     for advantage, compute in ADVANTAGES.items():
         assert compute(grades, GRPOConfig(advantage=advantage)).abs().max() == 0.0, advantage
 
 
 @pytest.mark.parametrize("infinite", [math.inf, -math.inf])
-def test_an_infinite_term_is_no_best_term(infinite):
-    """Beside an infinite value, and beside one that the task holds in bounds."""
+def test_infinite_reward_term_counts_as_failed(infinite):
+    """The value of the reward is infinite too, or the task keeps it within bounds."""
     for value in (infinite, 1.0):
         rewards = [Reward(v, {"a": v, "b": 1.0 - v}) for v in (1.0, 0.0)] + [Reward(value, {"a": infinite, "b": 0.5})]
         grades = collect_grades([group(*rewards)])
@@ -116,21 +116,21 @@ def test_an_infinite_term_is_no_best_term(infinite):
     )
 
 
-def test_the_terms_of_a_failed_reward_are_no_grades():
-    """What its task had come to before it failed."""
+def test_terms_of_a_failed_reward_are_ignored():
+    """They are what the task had computed before it failed."""
     rewards = [Reward(1.0, {"a": 1.0}), Reward(0.0, {"a": 0.0}), Reward(9.0, {"a": 9.0}, error="timed out")]
     assert collect_grades([group(*rewards)]).parts[0, :, 0].tolist() == [1.0, 0.0, 0.5]
 
 
-def test_dynamic_sampling_and_the_metrics_agree_on_what_is_dead(failed):
-    """A failed reward beside equal ones is no difference, whatever value came with it."""
+def test_dynamic_sampling_and_metrics_agree_on_dead_groups(failed):
+    """A failed reward among equal rewards makes no difference, for any value it has."""
     for siblings in ([WRONG] * 3, [RIGHT] * 3):
         assert collect_task_rewards([group(*siblings, failed)]).unique().tolist() == [siblings[0].value]
         measured = compute_group_metrics([group(*siblings, failed)])
         assert measured["groups/dead_all_right"] + measured["groups/dead_all_wrong"] == 1.0
 
 
-def test_a_curriculum_measures_by_graded_answers(failed):
+def test_curriculum_measures_accuracy_of_graded_answers(failed):
     task = Curriculum(CountDigits(), pool=1)
     [prompt] = task.sample(0, 1)
     task.observe(0, [group(RIGHT, WRONG, WRONG, failed, prompt=prompt)])
@@ -152,8 +152,8 @@ class Script:
         return [replace(group(*[RIGHT] * sampling.n), prompt=prompt) for prompt in prompts]
 
 
-def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
-    """It was not answered rightly as far as anyone knows; and it is said."""
+def test_evaluation_counts_and_reports_failed_rewards(failed, tmp_path, capsys):
+    """Answers with failed rewards count as not correct, and every report shows their number."""
     task = Script(failed)
     prompts = [Prompt(str(i), f"{i}?") for i in range(3)]
     evaluation, _, _ = evaluate("script", task, prompts, task, Sampling(4), 2, SingleProcess())
@@ -170,7 +170,7 @@ def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
     assert json.loads((tmp_path / "evals.jsonl").read_text())["failed"] == 15
 
 
-def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
+def test_rollout_log_has_no_grade_for_a_failed_reward(failed, tmp_path):
     log = JsonlLogger(tmp_path)
     log.log(1, {}, [group(RIGHT, failed)])
     log.close()
@@ -180,7 +180,7 @@ def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
     assert not_graded.get("error", "") == failed.error
 
 
-def test_a_verdict_is_not_that_it_is_wrong(failed):
+def test_verdict_of_a_failed_reward_is_not_graded(failed):
     said = " ".join(map(str, make_verdict_table(group(failed)).columns[1].cells))
     assert "wrong" not in said
     assert "right" not in said
@@ -188,7 +188,7 @@ def test_a_verdict_is_not_that_it_is_wrong(failed):
     assert failed.error in said
 
 
-def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
+def test_preflight_signal_uses_graded_answers(failed, capsys):
     cfg = Config(algorithm=GRPOConfig(group_size=4), task=Arithmetic())
     show_signal([group(RIGHT, RIGHT, RIGHT, failed)], cfg, (EOS,))
     said = capsys.readouterr().out
@@ -199,19 +199,19 @@ def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
     assert "no sample could be graded" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------- what a number is
+# ---------------------------------------------------------------- valid numbers
 
 
 def test_the_largest_rewards_can_be_added_and_squared():
-    """As metrics and advantages do."""
+    """Metrics and advantages do both."""
     rewards = [Reward(sign * MAX_NUMBER, {"a": sign * MAX_NUMBER}) for sign in (1, -1, 1, 1)]
     assert all(math.isfinite(value) for value in compute_group_metrics([group(*rewards)] * 8).values())
     for name, advantage in ADVANTAGES.items():
-        if name != "maxrl":  # refuses what is negative
+        if name != "maxrl":  # refuses negative rewards
             assert advantage(collect_grades([group(*rewards)]), GRPOConfig(advantage=name)).isfinite().all(), name
 
 
-def test_torch_s_scalars_are_numbers():
+def test_torch_scalars_are_accepted_as_numbers():
     reward = Reward(torch.tensor(0.5), {"a": torch.tensor(0.25).bfloat16()}, correct=torch.tensor(True))
     assert validate_reward(reward) == (Reward(0.5, {"a": 0.25}, correct=True))
     with pytest.raises(InvalidResultError, match="where a number is needed"):

@@ -1,4 +1,4 @@
-"""The gradient of conversations: that of what was sampled, by hand and by autograd, and of nothing that was given."""
+"""Test that the gradient of conversations comes from sampled tokens alone, never from given ones."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def ready(policy, groups, cfg=CFG, advantages=ADVANTAGES):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("settings", [{}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}])
-def test_no_gradient_comes_to_what_was_given(architecture, settings):
-    """Exactly none: not from the objective, nor from the entropy, nor from the KL."""
+def test_given_tokens_get_no_gradient(architecture, settings):
+    """The gradient is exactly zero from the objective, the entropy and the KL."""
     policy, groups = held(architecture)
     cfg = replace(CFG, **settings)
     batch = ready(policy, groups, cfg)
@@ -63,9 +63,9 @@ def test_no_gradient_comes_to_what_was_given(architecture, settings):
 
 
 def by_hand(model, groups, advantages):
-    """The gradient of -sum of advantage * log-prob over sampled tokens / their number, a sequence at a time."""
+    """Return the gradient of -sum of advantage * log-prob over sampled tokens / their number, sequence by sequence."""
     model.zero_grad()
-    model.get_input_embeddings().padding_idx = None  # it is the end of a turn here, and read like any other token
+    model.get_input_embeddings().padding_idx = None  # the token ends a turn here, so its embedding is trained
     total, count = torch.zeros(()), 0
     for group, row in zip(groups, advantages.tolist(), strict=True):
         for completion, advantage in zip(group.completions, row, strict=True):
@@ -81,7 +81,7 @@ def by_hand(model, groups, advantages):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_gradient_is_that_of_the_sampled_tokens_summed_by_hand(architecture):
+def test_gradient_matches_the_sum_over_sampled_tokens_by_hand(architecture):
     policy, groups = held(architecture, torch.float64)
     cfg = replace(CFG, aggregate="token")
     batch = ready(policy, groups, cfg)
@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens_summed_by_hand(architecture)
 
 
 def branched():
-    """Two prompts of two completions, of which one has a branch."""
+    """Return two groups of two completions; one completion of each group has branches."""
 
     def completion(ids, *branches):
         return Completion(tuple(ids), (-1.0,) * len(ids), "", True, branches=branches, outcome=ConversationOutcome(1.0))
@@ -106,7 +106,7 @@ def branched():
     return [first, second]
 
 
-def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
+def test_branches_share_the_advantage_of_their_completion_and_follow_it():
     policy = make_policy()
     cfg = replace(CFG, prompts_per_step=2, group_size=2)
     groups = [replace(group, rewards=(Reward(1.0), Reward(0.0))) for group in branched()]
@@ -121,7 +121,10 @@ def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
 
 
 def one_and_eight():
-    """A rollout of one sequence, and one whose history an agent rewrote seven times; two tokens each."""
+    """Return a group with a rollout of one sequence and one whose history was rewritten seven times.
+
+    Every sequence has two tokens.
+    """
 
     def completion(*branches):
         return Completion((3, 4), (-1.0, -1.0), "", True, branches=branches, outcome=ConversationOutcome(1.0))
@@ -132,7 +135,7 @@ def one_and_eight():
 
 PLUS_MINUS = torch.tensor([[1.0, -1.0]]).double()
 PUSHES = {
-    # The weight of each token of the first and of the second rollout, and how far all of their tokens are pushed.
+    # The weight of each token in the first and in the second rollout, then the summed push on each rollout's tokens.
     "sequence": (1 / 4, 1 / 32, 1 / 2, -1 / 2),
     "constant": (1 / 32, 1 / 32, 1 / 16, -1 / 2),  # divided by 2 rollouts of 16 tokens
     "token": (1 / 18, 1 / 18, 1 / 9, -8 / 9),
@@ -154,8 +157,8 @@ def test_a_rollout_of_eight_sequences_counts_as_one_rollout(aggregate):
 
 
 @pytest.mark.parametrize("aggregate", PUSHES)
-def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggregate):
-    """By autograd over transformers' model, a sequence at a time; the package reads them in micro-batches."""
+def test_gradient_of_multi_sequence_rollouts_matches_sum_by_hand(aggregate):
+    """The expected gradient uses transformers, one sequence at a time; the package uses micro-batches."""
     policy = make_policy(dtype=torch.float64)
     cfg = replace(CFG, prompts_per_step=2, group_size=2, aggregate=aggregate, constant_length=16, micro_batch=3)
     groups = branched()
@@ -170,7 +173,7 @@ def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggr
 
     policy.model.zero_grad()
     total = torch.zeros(())
-    divisors = {  # of each rollout: 6, 1, 2 and 6 tokens, 15 in all
+    divisors = {  # the rollouts have 6, 1, 2 and 6 tokens, 15 in all
         "sequence": [4 * 6, 4 * 1, 4 * 2, 4 * 6],
         "constant": [4 * 16] * 4,
         "token": [15] * 4,
@@ -188,12 +191,12 @@ def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggr
 
 
 @pytest.mark.parametrize("aggregate", PUSHES)
-def test_processes_agree_on_the_weights_of_rollouts_of_several_sequences(aggregate):
-    """The weights of each group in a process of its own are those that it has beside the other."""
+def test_processes_agree_on_token_weights_of_multi_sequence_rollouts(aggregate):
+    """A group has the same weights in its own process as in one process with both groups."""
     cfg = replace(CFG, prompts_per_step=2, group_size=2, aggregate=aggregate, constant_length=16)
 
     class OfTwo(OneProcessRuntime):
-        """Adds what both processes counted, which is known from `counts`."""
+        """Adds the counts of the other process, which `counts` lists."""
 
         def __init__(self, counts):
             super().__init__()
@@ -224,7 +227,7 @@ def joined_to(weights, width):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_replay_joins_steps_with_and_without_rewritten_histories(first):
-    """The rollouts of one step have a sequence each, those of the other have several."""
+    """The rollouts of one step have one sequence each; the other step has a rollout of eight."""
     cfg = replace(CFG, prompts_per_step=1, group_size=2, aggregate="sequence")
     runtime = OneProcessRuntime()
     groups = [branched()[:1], one_and_eight()]
@@ -240,26 +243,26 @@ def test_replay_joins_steps_with_and_without_rewritten_histories(first):
     assert sums.tolist() == pytest.approx(expected[first] + expected[1 - first])
 
 
-def test_a_kl_in_the_reward_charges_a_completion_for_its_branches():
+def test_kl_in_the_reward_charges_a_completion_for_its_branches():
     batch = collate(branched())
     kl = torch.arange(28.0).view(7, 4)
     summed, mask = grpo.get_charged_kl(replace(batch, kl=kl))
-    rows = {0: [0, 1, 2], 1: [4], 2: [8, 9], 3: [12, 13]}  # completions, then branches: of 0 rows 4 and 5, of 3 row 6
+    rows = {0: [0, 1, 2], 1: [4], 2: [8, 9], 3: [12, 13]}  # then branches: rows 4 and 5 of completion 0, row 6 of 3
     extra = {0: [16, 17, 20], 3: [24, 25, 26, 27]}
     assert summed[:, 0].tolist() == [sum(rows[i]) + sum(extra.get(i, [])) for i in range(4)]
     assert mask.all()
 
 
-def test_overlong_cache_counts_what_a_conversation_was_told():
-    """The limit is 10 tokens behind the question; rewards fall over the last 4 of them."""
+def test_overlong_cache_counts_tokens_given_in_a_conversation():
+    """The limit is 10 tokens after the question; rewards fall over the last 4 of them."""
 
     def completion(n, *given, branches=()):
         return Completion((3,) * n, (0.0,) * n, "", True, given_spans=given, branches=branches)
 
     completions = (
-        completion(10, (3, 8)),  # spoke 3 tokens, was told 5, spoke 2
+        completion(10, (3, 8)),  # sampled 3 tokens, was given 5, sampled 2
         completion(8, (2, 6)),
-        completion(10, (0, 6)),  # a prefix of 6 tokens is no part of the answer
+        completion(10, (0, 6)),  # a prefix of 6 tokens is not part of the answer
         completion(2, branches=(completion(9, (1, 7)),)),  # an agent whose first history was longer than its last
     )
     group = Group(Prompt("a", "a"), (5,), completions, rewards=(Reward(1.0),) * 4)
@@ -268,8 +271,8 @@ def test_overlong_cache_counts_what_a_conversation_was_told():
     assert shaped.tolist() == [[0.0, 0.5, 1.0, 0.25]]
 
 
-def test_conversations_train_as_answers_do():
-    """A whole step, with a reward in the environment, an old policy and minibatches."""
+def test_conversations_train_like_single_answers():
+    """Take whole steps with the environment's reward, an old policy and minibatches."""
     policy = make_policy()
     policy.tokenizer.chat_template = TEMPLATE
     world = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))

@@ -1,6 +1,6 @@
-"""The loop and the update: identities, invariances, and what one step leaves to the next.
+"""Tests for the training loop and the update: identities, invariances, and state carried between steps.
 
-The mathematics of the axes is in test_expectations.py, test_advantages.py, test_objectives.py and test_shaping.py.
+The mathematics is tested in test_expectations.py, test_advantages.py, test_objectives.py and test_shaping.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_on_policy_every_objective_has_the_gradient_of_reinforce(objective):
-    """The ratio is exp of a difference, so its gradient points up where the advantage is positive (E4-1)."""
+def test_every_objective_has_the_reinforce_gradient_on_policy(objective):
+    """The ratio is the exp of a difference, so its gradient raises the log-prob if the advantage is positive."""
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     naive, _ = gradients_of(policy, batch, GRPOConfig(objective="reinforce"))
@@ -80,7 +80,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(axis, micro_batch):
 
 
 def widened(batch, extra):
-    """The same rollouts with `extra` columns of rubbish on the right."""
+    """Return the same rollouts with `extra` columns of junk on the right."""
 
     def pad(x):
         if not isinstance(x, torch.Tensor) or x.dim() == 1:
@@ -103,7 +103,7 @@ def test_the_gradient_does_not_depend_on_padding(axis, extra):
     assert padded_metrics == pytest.approx(metrics, rel=1e-9)
 
 
-def test_the_stop_is_trained_and_the_padding_is_not():
+def test_eos_token_is_trained_and_padding_is_not():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     row, t = (batch.response_ids == EOS).logical_and(batch.response_mask).nonzero()[0].tolist()
@@ -115,10 +115,10 @@ def test_the_stop_is_trained_and_the_padding_is_not():
     assert bool((gradient[~batch.response_mask] == 0.0).all())
 
 
-def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
-    """The old log-probs, without gradient, and the new ones, with: logits are reduced in fp32 in both (E2-6).
+def test_ratio_is_one_in_bf16_when_nothing_has_changed():
+    """Logits are reduced in fp32 both for the old log-probs (without gradient) and for the new ones (with gradient).
 
-    In groups: a matrix product of other rows may round the same row otherwise, by 4e-4 in the mean.
+    The new ones are scored in chunks: a matrix product with other rows may round a row differently, by 4e-4 on average.
     """
     policy = make_policy(dtype=torch.bfloat16)
     cfg = GRPOConfig(epochs=2, micro_batch=16)
@@ -130,7 +130,7 @@ def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
     assert (rounded - 1).abs().max() > 2e-3, "what bf16 log-probs would do"
 
 
-def test_a_response_that_stops_at_once_is_graded_and_trained():
+def test_response_that_stops_at_once_is_trained():
     policy = make_policy(dtype=F64)
     group = Group(
         Prompt("p", "1+1?"),
@@ -144,7 +144,7 @@ def test_a_response_that_stops_at_once_is_graded_and_trained():
     assert policy.score(batch).logprobs[0, 0].item() > before + 1e-3
 
 
-def test_an_exponent_that_had_to_be_clamped_is_counted():
+def test_clamped_kl_exponent_is_counted_as_overflow():
     far = kl.compute_kl_metrics(torch.tensor([[-1.0, -200.0]]), torch.tensor([[-2.0, -1.0]]))
     assert far["kl/overflow"].tolist() == [[False, True]]
     assert bool(far["kl"].isfinite().all())
@@ -177,12 +177,12 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
     weighted = replace(batch, token_weights=grpo.compute_token_weights(batch, OneProcessRuntime(), cfg))
     assert len(grpo.drop_rows_without_gradient(weighted, cfg)) == int((advantages != 0).any(-1).sum()) < len(batch)
     skipped, _ = gradients_of(policy, batch, cfg)
-    # With a bonus of next to nothing every row is computed.
+    # A negligible entropy bonus makes the update compute every row.
     computed, _ = gradients_of(policy, batch, replace(cfg, entropy_coef=1e-300))
     assert distance(skipped, computed) < 1e-10
 
 
-def test_where_all_are_dead_a_step_is_taken_all_the_same():
+def test_step_is_taken_even_if_all_groups_are_dead():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     _, metrics = gradients_of(policy, replace(batch, advantages=torch.zeros_like(batch.advantages)), GRPOConfig())
@@ -190,7 +190,7 @@ def test_where_all_are_dead_a_step_is_taken_all_the_same():
     assert math.isfinite(metrics["entropy"])
 
 
-def test_the_sampler_gap_is_seen_where_it_is():
+def test_sampler_gap_metrics_measure_injected_gaps():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     batch.sampler_logprobs[3, 0] += 0.25
@@ -200,7 +200,7 @@ def test_the_sampler_gap_is_seen_where_it_is():
     assert metrics["sampler/gap_mean"] == pytest.approx(0.75 / float(batch.response_mask.sum()), abs=1e-5)
 
 
-def test_rows_may_come_in_any_order():
+def test_gradient_does_not_depend_on_row_order():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     order = torch.randperm(len(batch))
@@ -212,7 +212,7 @@ def test_rows_may_come_in_any_order():
         )
 
 
-def test_a_prompt_may_be_kept_once_or_with_every_row():
+def test_prompt_may_be_stored_once_or_with_every_row():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     repeated = replace(
@@ -225,7 +225,7 @@ def test_a_prompt_may_be_kept_once_or_with_every_row():
 
 
 class Half(OneProcessRuntime):
-    """One of two processes: sums are those of both."""
+    """One of two processes, whose sums cover both."""
 
     def __init__(self, policy, other):
         super().__init__(policy)
@@ -236,7 +236,7 @@ class Half(OneProcessRuntime):
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_two_processes_add_up_to_one(axis):
+def test_gradients_of_two_processes_add_up_to_one_process(axis):
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     cfg = GRPOConfig(**axis, constant_length=24)
@@ -252,8 +252,8 @@ def test_two_processes_add_up_to_one(axis):
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("extra", [{}, {"entropy_coef": 0.1}])
-def test_a_filtered_completion_is_as_if_it_had_never_been(axis, extra):
-    """overlong_filter: gone from the numerator, the denominator and the metrics."""
+def test_filtered_completions_equal_removed_completions(axis, extra):
+    """overlong_filter removes a completion from the numerator, the denominator and the metrics."""
     policy = make_policy(dtype=F64, entropy_grad=True)
     batch = rollouts(policy, max_tokens=10)
     assert 0 < int(batch.finished.sum()) < len(batch)
@@ -265,7 +265,7 @@ def test_a_filtered_completion_is_as_if_it_had_never_been(axis, extra):
     assert distance(masked, gradients_of(policy, batch, replace(cfg, overlong_filter=False))[0]) > 1e-3
 
 
-def test_a_step_in_which_everything_is_filtered_is_taken_and_moves_nothing():
+def test_step_with_everything_filtered_moves_nothing():
     policy = make_policy(dtype=F64)
     batch = replace(rollouts(policy), finished=torch.zeros(24, dtype=torch.bool))
     _, metrics = gradients_of(policy, batch, GRPOConfig(overlong_filter=True))
@@ -289,7 +289,7 @@ def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
     assert float(weighted.token_weights.sum()) == pytest.approx(1.0), "the other tokens still count in the denominator"
 
 
-def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
+def test_sampler_correction_scales_the_gradient_and_is_counted():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     batch.sampler_logprobs[:] = policy.score(batch).logprobs.detach() - math.log(1.5)
@@ -300,8 +300,11 @@ def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
     assert "sampler/corrected" not in gradients_of(policy, batch, GRPOConfig())[1]
 
 
-def test_what_is_measured_is_measured_between_the_right_two():
-    """One token: pi .5, at the start of the update .25, sampler .2, reference .8. k3 is .8 / .5 - 1 - log(.8 / .5)."""
+def test_metrics_compare_the_right_pair_of_policies():
+    """One token has probability .5 under pi, .25 under the old policy, .2 in the sampler and .8 under the reference.
+
+    k3 is .8 / .5 - 1 - log(.8 / .5).
+    """
     pi, old, sampler, ref = (torch.tensor([[p]], dtype=F64).log() for p in (0.5, 0.25, 0.2, 0.8))
     cfg = GRPOConfig(epochs=2, kl="k2", kl_in="loss", kl_coef=0.1)
     ones = torch.ones(1, 1, dtype=F64)
@@ -321,7 +324,7 @@ def test_what_is_measured_is_measured_between_the_right_two():
 
 
 def test_off_policy_steps_read_the_old_policy():
-    """Not the reference, which is far away: then every token would be clipped at once."""
+    """They do not use the reference, which is so far away that every token would be clipped at once."""
     policy, reference = make_policy(dtype=F64), make_policy(dtype=F64, seed=3)
     cfg = GRPOConfig(epochs=3, clip_low=0.01, clip_high=0.01, kl="k3", kl_in="loss", kl_coef=1e-6)
     batch = grpo.add_old_and_reference_logprobs(rollouts(policy), policy, reference, OneProcessRuntime(), cfg)
@@ -349,7 +352,7 @@ def test_minibatches_are_whole_groups_and_each_takes_a_step():
 # ---------------------------------------------------------------- replay
 
 
-def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_stale():
+def test_rollouts_are_replayed_with_their_own_logprobs_until_stale():
     policy = make_policy()
     cfg = GRPOConfig(steps=5, group_size=4, max_staleness=3)
     seen = []
@@ -391,7 +394,7 @@ def test_staleness_of_one_keeps_nothing():
     assert state.replay_buffer == []
 
 
-def test_joined_batches_score_as_they_did_alone():
+def test_joined_batches_score_like_separate_batches():
     policy = make_policy(dtype=F64)
     one, two = rollouts(policy, n=2), rollouts(policy, n=3)
     joined = policy.score(concat_batches([one, two]))
@@ -405,7 +408,7 @@ def test_joined_batches_score_as_they_did_alone():
 
 
 class Coin:
-    """Half of the prompts are too easy: every completion gets the same reward."""
+    """Gives all completions of a prompt the same reward if `dead` selects the prompt."""
 
     seed, split = 0, "train"
 
@@ -426,7 +429,7 @@ def run_rollout(task, **settings):
     )
 
 
-def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
+def test_dead_groups_are_replaced_to_keep_the_batch_size_constant():
     groups, drawn = run_rollout(Coin(lambda step, i: i % 2 == 0), max_rounds=5, steps=10)
     assert [g.prompt.id for g in groups] == ["3/1", "3/3", f"{3 + ROUND_STRIDE}/1", f"{3 + ROUND_STRIDE}/3"]
     kept = sum(len(completion.token_ids) for group in groups for completion in group.completions)
@@ -434,8 +437,8 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     assert drawn == {"groups/drawn": 8, "groups/drawn_dead": 0.5}
 
 
-def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
-    """A conversation whose history was rewritten has several; with one round, reporting counts them too."""
+def test_dynamic_sampling_counts_tokens_of_all_sequences():
+    """A conversation whose history was rewritten has several. With one round, reporting counts them too."""
 
     class Branching(NativeSampler):
         def generate(self, prompts, sampling):
@@ -453,8 +456,8 @@ def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
     assert drawn["tokens"] == 3 * tokens == compute_group_metrics(groups)["tokens"]
 
 
-def test_a_group_within_min_reward_range_makes_room_too():
-    """Rewards that differ by some 1e-4, as a small term for brevity lets them."""
+def test_groups_within_min_reward_range_are_replaced():
+    """A small brevity term makes rewards differ by about 1e-4."""
 
     class Brief(Coin):
         def reward(self, prompt, completion):
@@ -470,7 +473,7 @@ def test_a_group_within_min_reward_range_makes_room_too():
 
 
 @pytest.mark.parametrize(("rounds", "seen"), [(1, 4), (5, 8)])
-def test_a_task_that_watches_sees_every_group_that_was_drawn(rounds, seen):
+def test_task_observes_every_sampled_group(rounds, seen):
     class Watching(Coin):
         def observe(self, step, groups):
             return {"seen": len(groups), "step": step}
@@ -486,8 +489,8 @@ def test_a_task_that_watches_sees_every_group_that_was_drawn(rounds, seen):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_a_curriculum_rests_groups_within_min_reward_range(rounds):
-    """Rewards that differ by some 1e-4, as a small term for brevity lets them, teach nothing."""
+def test_curriculum_rests_prompts_of_groups_within_min_reward_range(rounds):
+    """A small brevity term makes rewards differ by about 1e-4, which teaches nothing."""
 
     @dataclass(frozen=True)
     class Brief:
@@ -508,7 +511,7 @@ def test_a_curriculum_rests_groups_within_min_reward_range(rounds):
     assert drawn["curriculum/resting"] == 0.0
 
 
-def test_a_task_that_would_forget_what_it_saw_is_refused():
+def test_observing_task_without_state_methods_is_refused():
     class Forgetful(Coin):
         def observe(self, step, groups):
             return {}
@@ -517,23 +520,23 @@ def test_a_task_that_would_forget_what_it_saw_is_refused():
         run_rollout(Forgetful(lambda step, i: False))
 
 
-def test_a_round_draws_no_more_than_it_should_need():
+def test_round_samples_only_as_many_prompts_as_needed():
     cfg = GRPOConfig(prompts_per_step=16)
     assert count_missing_prompts(0, 0, 2, cfg) == 16
-    assert count_missing_prompts(14, 2, 1, cfg) == 3  # two are missing, seven of eight are live
-    assert count_missing_prompts(14, 2, 2, cfg) == 4  # whole shares
+    assert count_missing_prompts(14, 2, 1, cfg) == 3  # two groups are missing, and seven of eight are live
+    assert count_missing_prompts(14, 2, 2, cfg) == 4  # rounded up to a multiple of the two processes
     assert count_missing_prompts(0, 16, 2, cfg) == 16
     assert count_missing_prompts(8, 8, 2, cfg) == 16
 
 
-def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
+def test_max_rounds_bounds_sampling_and_dead_groups_fill_the_batch():
     groups, drawn = run_rollout(Coin(lambda step, i: i > 0), max_rounds=2, steps=10)
     assert [g.prompt.id for g in groups] == ["3/0", f"{3 + ROUND_STRIDE}/0", "3/1", "3/2"]
     assert (drawn["groups/drawn"], drawn["groups/drawn_dead"]) == (8, 0.75)
 
 
 def test_differences_below_min_reward_range_are_no_signal():
-    """A length term of .004 among answers that are all wrong would be standardised to full size (E2-3)."""
+    """A length term of .004 among all-wrong answers would otherwise be standardized to full size."""
     policy = make_policy()
     nearly = [0.0, -0.004, -0.002, 0.0]
     groups = [
@@ -554,8 +557,8 @@ def four_groups(policy):
     return NativeSampler(policy=policy).generate(CountDigits().sample(0, 4), sampling)
 
 
-def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
-    """40 steps that are then resumed with 80: round 1 of step 0 used to ask what step 40 asks."""
+def test_sampling_rounds_never_reuse_the_prompts_of_other_steps():
+    """In a run of 40 steps resumed with 80, round 1 of step 0 used to have the prompts of step 40."""
 
     class Asked(Coin):
         def __init__(self):
@@ -576,7 +579,7 @@ def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
     assert task.steps[3] == 40
 
 
-def test_one_round_draws_what_it_draws():
+def test_single_round_keeps_dead_groups_and_reports_no_metrics():
     groups, drawn = run_rollout(Coin(lambda step, i: True))
     assert [g.prompt.id for g in groups] == ["3/0", "3/1", "3/2", "3/3"]
     assert drawn == {}
@@ -594,7 +597,7 @@ def kl_run(policy, reference, **settings):
     ), state
 
 
-def test_the_reference_follows_every_n_steps():
+def test_reference_is_updated_every_n_steps():
     policy, reference = make_policy(), make_policy()
     steps, _ = kl_run(policy, reference, reference_every=2)
     assert [step.metrics["kl"] > 1e-6 for step in steps] == [False, True, False, True]
@@ -602,7 +605,7 @@ def test_the_reference_follows_every_n_steps():
         assert torch.equal(mine, theirs)
 
 
-def test_a_moving_average_keeps_its_share():
+def test_update_weights_computes_a_moving_average():
     policy, reference = make_policy(seed=1), make_policy(seed=2)
     before = {name: p.clone() for name, p in reference.weights().items()}
     reference.update_weights(policy.weights(), 0.9)
@@ -610,14 +613,14 @@ def test_a_moving_average_keeps_its_share():
         torch.testing.assert_close(p, 0.9 * before[name] + 0.1 * policy.weights()[name])
 
 
-def test_a_frozen_reference_stays():
+def test_frozen_reference_does_not_change():
     policy, reference = make_policy(), make_policy()
     before = {name: p.clone() for name, p in reference.weights().items()}
     kl_run(policy, reference)
     assert all(torch.equal(p, before[name]) for name, p in reference.weights().items())
 
 
-def test_the_coefficient_follows_its_target():
+def test_kl_coef_adapts_to_kl_target():
     cfg = GRPOConfig(kl_coef=0.1, kl_target=0.5)
     assert kl.adapt_kl_coef(0.1, 5.0, cfg) == pytest.approx(0.102)
     assert kl.adapt_kl_coef(0.1, 0.55, cfg) == pytest.approx(0.101)
@@ -629,12 +632,12 @@ def test_the_coefficient_follows_its_target():
     assert state.kl_coef == pytest.approx(0.1019592 * 1.02)
 
 
-def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
+def test_non_finite_kl_leaves_kl_coef_unchanged():
     cfg = GRPOConfig(kl_coef=0.1, kl_target=0.5)
     assert [kl.adapt_kl_coef(0.1, kl_now, cfg) for kl_now in (math.nan, math.inf, -math.inf)] == [0.1] * 3
 
     class Broken:
-        """Not a number in its second step."""
+        """A reference whose scores are NaN in the second step."""
 
         def __init__(self):
             self.reference, self.calls = make_policy(seed=3), 0
@@ -652,7 +655,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
     assert [step.metrics["kl_coef"] for step in steps] == pytest.approx([0.1, 0.102, 0.102, 0.10404])
 
 
-def test_a_state_without_a_coefficient_has_that_of_the_settings():
+def test_state_without_kl_coef_uses_the_settings():
     policy, reference = make_policy(), make_policy(seed=3)
     cfg = GRPOConfig(steps=2, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
     runtime, state = OneProcessRuntime(policy), TrainingState(step=1)
@@ -678,7 +681,7 @@ def test_the_exact_kl_is_the_sum_over_the_vocabulary():
     assert scores.kl[0, length:].abs().sum() == 0.0
 
 
-def test_the_exact_kl_trains():
+def test_training_on_the_exact_kl_reduces_it():
     policy, reference = make_policy(), make_policy(seed=3)
     policy.set_kl_reference(reference)
     cfg = GRPOConfig(steps=12, group_size=4, kl="exact", kl_in="loss", kl_coef=5.0)
@@ -689,8 +692,8 @@ def test_the_exact_kl_trains():
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "raw_reward", "loss"])
-def test_what_responses_pay_for_their_kl_is_reported_where_rewards_pay(kl_in):
-    """Against the sampler's own log-probs, which are those of the policy, and the scores of the reference."""
+def test_kl_cost_is_reported_only_when_rewards_are_charged(kl_in):
+    """The expected cost comes from the sampler's log-probs, which equal the policy's, and the reference's scores."""
     policy, reference = make_policy(), make_policy(seed=3)
     cfg = GRPOConfig(steps=1, group_size=4, kl="k1" if kl_in != "loss" else "k2", kl_in=kl_in, kl_coef=0.3)
     [step] = train(
@@ -769,8 +772,8 @@ def test_grades_hold_the_terms_of_a_composite_reward_and_their_weights():
     assert grades.lengths.tolist() == [[2.0, 2.0]]
 
 
-def test_the_terms_of_a_reward_are_found_wherever_one_has_them():
-    """The first of its group failed, the other group has a term more."""
+def test_reward_terms_are_collected_from_all_completions():
+    """The first reward failed and has no terms; the other group has one more term."""
     group, _ = group_of([0, 0])
     failed, weighed = Reward(math.nan), Reward(0.5, {"a": 1.0}, weights={"a": 0.5})
     both = Reward(3.0, {"a": 1.0, "b": 2.0}, weights={"a": 0.5})
@@ -779,7 +782,7 @@ def test_the_terms_of_a_reward_are_found_wherever_one_has_them():
     assert grades.weights.tolist() == [[0.5, 1.0], [0.5, 1.0]]
 
 
-def test_a_batch_is_made_from_lengths():
+def test_collate_builds_masks_from_lengths():
     short, long = Completion((EOS,), (-0.5,), "", True), Completion((4, EOS, 5), (-1.0, -2.0, -3.0), "x", False)
     batch = collate([Group(Prompt("p", "q"), (1, 2), (short, long))])
     assert batch.response_mask.tolist() == [[True, False, False], [True, True, True]]
@@ -788,7 +791,7 @@ def test_a_batch_is_made_from_lengths():
     assert batch.sampler_logprobs[1].tolist() == [-1.0, -2.0, -3.0]
 
 
-def test_rows_keep_what_belongs_together():
+def test_selected_rows_keep_their_prompts_and_advantages():
     policy = make_policy()
     batch = rollouts(policy)
     part = batch.select_rows(slice(5, 7))
@@ -804,7 +807,7 @@ def test_rows_keep_what_belongs_together():
 
 
 @pytest.mark.slow
-def test_the_loop_teaches_a_tiny_model():
+def test_training_raises_the_rewards_of_a_tiny_model():
     policy = make_policy()
     cfg = GRPOConfig(steps=30, prompts_per_step=4, group_size=8)
     runtime = OneProcessRuntime(policy, lr=0.5)
@@ -817,7 +820,7 @@ def test_the_loop_teaches_a_tiny_model():
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-def test_every_step_reports_what_the_design_promises():
+def test_every_step_reports_the_promised_metrics():
     policy = make_policy()
     reference = make_policy()
     cfg = GRPOConfig(steps=1, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1)

@@ -1,4 +1,4 @@
-"""What a response pays for its KL, by hand. Estimators and gradients: test_expectations.py."""
+"""Tests for the KL penalty of a response, by hand. test_expectations.py covers estimators and gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def paying(kl_in):
     return GRPOConfig(group_size=2, kl_coef=0.5, kl_in=kl_in)
 
 
-def test_a_response_pays_for_its_own_tokens_and_not_for_padding():
-    """Sums 3 and 12: half of each from the reward, or half of the difference from and to the advantages."""
+def test_kl_penalty_covers_the_response_but_not_padding():
+    """The KL sums are 3 and 12. Rewards lose half of each, or advantages change by half of their difference."""
     raw = kl.subtract_kl_from_rewards(torch.tensor([[1.0, 1.0]], dtype=F64), KL, MASK, paying("raw_reward"))
     assert raw.tolist() == [[-0.5, -5.0]]
     assert kl.compute_kl_penalty(KL, MASK, paying("reward")).tolist() == [[-4.5, 4.5]]
     assert kl.compute_kl_cost(KL, MASK, paying("reward"), list) == {"reward/kl": pytest.approx(-3.75)}
 
 
-def test_it_pays_in_one_place_alone():
+def test_kl_is_charged_in_one_place_only():
     rewards = torch.tensor([[1.0, 1.0]], dtype=F64)
     for kl_in in ("reward", "loss"):
         assert kl.subtract_kl_from_rewards(rewards, KL, MASK, paying(kl_in)) is rewards

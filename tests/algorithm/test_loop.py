@@ -1,4 +1,4 @@
-"""What the loop hands from one stage to the next: weights to the sampler, seeds to the draws, rounds to the batch."""
+"""Tests for what the loop passes between stages: weights to the sampler, seeds to sampling, rounds to the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pellucid.types import Completion, Group, Prompt, Reward, Sampling, grade_gr
 
 
 def test_every_step_samples_with_the_weights_of_the_last_update():
-    """As an engine with a copy of its own would: it knows what it was last told."""
+    """The sampler keeps a copy of the last weights it received, as an engine does."""
 
     versions = []
 
@@ -48,8 +48,8 @@ def test_every_step_samples_with_the_weights_of_the_last_update():
     assert not all(torch.equal(p, before[name]) for name, p in policy.weights().items())
 
 
-def test_every_seed_step_and_round_draws_samples_of_its_own():
-    """Of the same questions under the same ids."""
+def test_every_seed_step_and_round_has_its_own_samples():
+    """All of them have the same prompts with the same ids."""
 
     class Same(Coin):
         def sample(self, step, n):
@@ -64,12 +64,12 @@ def test_every_seed_step_and_round_draws_samples_of_its_own():
 
     assert drawn(0) == drawn(0)
     assert len({str(drawn(step, seed=seed)) for step in range(3) for seed in range(3)}) == 9
-    rounds = drawn(0, lambda step, i: i > 1, max_rounds=2)  # prompts 0 and 1 of either round
+    rounds = drawn(0, lambda step, i: i > 1, max_rounds=2)  # prompts 0 and 1 of both rounds
     assert rounds[:2] != rounds[2:]
 
 
-def test_rounds_go_on_until_the_last_dead_group_is_replaced_and_draw_what_that_should_take():
-    """One of four is missing, three of four were live: two more are drawn, the second of which is live."""
+def test_rounds_continue_until_the_last_dead_group_is_replaced():
+    """One of four groups is missing and three of four were live, so two more are sampled. The second one is live."""
     groups, drawn = run_rollout(Coin(lambda step, i: i == 0), max_rounds=5, steps=10)
     assert [g.prompt.id.split("/")[-1] for g in groups] == ["1", "2", "3", "1"]
     assert not any(g.prompt.columns["dead"] for g in groups)
@@ -77,14 +77,14 @@ def test_rounds_go_on_until_the_last_dead_group_is_replaced_and_draw_what_that_s
 
 
 def test_rewards_are_compared_in_double_precision():
-    """In fp32 these would be equal."""
+    """In fp32 these rewards would be equal."""
     answer = Completion((1,), (0.0,), "", True)
     group = Group(Prompt("p", "?"), (0,), (answer, answer), (Reward(1.0), Reward(1.0 + 1e-8)))
     assert collect_task_rewards([group]).tolist() == [[1.0, 1.0 + 1e-8]]
 
 
-def test_what_stands_in_the_padding_is_never_looked_at():
-    """Infinities included: scores and log-probs of the sampler, of the old policy and of the reference."""
+def test_padding_does_not_affect_the_loss():
+    """The padding holds infinities in entropy, sampler and reference log-probs, and junk in the old log-probs."""
     policy = make_policy(dtype=torch.float64)
     batch = rollouts(policy)
     cfg = GRPOConfig(kl="k2", kl_in="loss", kl_coef=0.1, entropy_coef=0.1, objective="gspo_token", epochs=2)
@@ -109,8 +109,8 @@ def test_what_stands_in_the_padding_is_never_looked_at():
 
 
 @pytest.mark.parametrize("kl", ["k2", "k3"])
-def test_dead_groups_are_held_by_the_kl_in_the_loss(kl):
-    """Where nothing else pulls, the gradient is that of the mean KL over all tokens."""
+def test_dead_groups_still_get_the_gradient_of_kl_in_the_loss(kl):
+    """Without any advantage the gradient is that of the mean KL over all tokens."""
     policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=3)
     cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=0.1)
     batch = rollouts(policy)
@@ -124,8 +124,8 @@ def test_dead_groups_are_held_by_the_kl_in_the_loss(kl):
     assert distance(measured, dict(zip(names, expected, strict=True))) < 1e-6  # fp32 weights
 
 
-def test_rows_are_trained_within_their_own_bounds():
-    """A ratio of 1.25 in both: beyond the bound of the second alone."""
+def test_rows_are_clipped_at_their_own_bounds():
+    """Both rows have a ratio of 1.25, which is beyond the bound of the second row alone."""
     logprobs = torch.full((2, 1), math.log(1.25)).requires_grad_()
     answer = Completion((1,), (0.0,), "", True)
     batch = replace(
@@ -140,7 +140,7 @@ def test_rows_are_trained_within_their_own_bounds():
     assert metrics["clip/high"].tolist() == [False, True]
 
 
-def test_a_reference_that_moves_keeps_its_share_of_itself():
+def test_moving_reference_keeps_a_share_of_its_weights():
     policy, reference = make_policy(), make_policy(seed=3)
     before = {name: p.detach().clone() for name, p in reference.weights().items()}
     kl_run(policy, reference, reference_every=4, reference_decay=0.75)
@@ -149,7 +149,7 @@ def test_a_reference_that_moves_keeps_its_share_of_itself():
 
 
 @pytest.mark.parametrize("layer", [0, 1, -1])
-def test_rewards_are_shared_by_the_layer_that_is_named(layer):
+def test_similarity_uses_the_configured_layer(layer):
     policy = make_policy()
     groups = grade_groups(CountDigits(), four_groups(policy))
     batch, grades = collate(groups), collect_grades(groups)
@@ -161,8 +161,8 @@ def test_rewards_are_shared_by_the_layer_that_is_named(layer):
     assert (shaped - elsewhere).abs().max() > 1e-2
 
 
-def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
-    """Two of four tokens of the cache are used up: 1/2. The KL of the answers, 3 and 1, costs a tenth."""
+def test_overlong_penalty_and_kl_are_subtracted_from_rewards():
+    """Two of four tokens of the cache are used, which costs 1/2. The answers have KL 3 and 1, which costs a tenth."""
     answers = tuple(Completion((1,) * n, (0.0,) * n, "", True) for n in (8, 4))
     groups = [Group(Prompt("p", "?"), (0,), answers, (Reward(1.0), Reward(1.0)))]
     batch = collate(groups)
@@ -173,8 +173,8 @@ def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
     torch.testing.assert_close(shaped, torch.tensor([[0.2, 0.9]], dtype=torch.float64), rtol=0, atol=1e-7)
 
 
-def test_where_memory_runs_out_half_way_the_step_is_that_of_smaller_micro_batches():
-    """The third forward pass of eight rows is one too many: in fours it goes, from the start."""
+def test_out_of_memory_repeats_the_step_with_smaller_micro_batches():
+    """The third forward pass of eight rows runs out of memory; the step starts again with four rows at a time."""
     weights, metrics, sizes = [], [], []
     for limit in (8, 4):
         policy = make_policy()
@@ -195,7 +195,7 @@ def test_where_memory_runs_out_half_way_the_step_is_that_of_smaller_micro_batche
     assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
 
 
-def test_another_error_than_one_of_memory_ends_the_step():
+def test_errors_other_than_out_of_memory_are_raised():
     policy = make_policy()
 
     def broken(part):

@@ -1,6 +1,4 @@
-"""What a step does with a gradient that is not finite: throws it away, counts it, and leaves the next one as if it had
-never been.
-"""
+"""Test that a non-finite gradient is dropped and counted, and leaves the following updates unaffected."""
 
 from __future__ import annotations
 
@@ -46,16 +44,16 @@ def state_of(policy, learner):
 
 
 def broken(batch):
-    """A row of the second minibatch is worth no number."""
+    """Return the batch with a NaN advantage in a row of the second minibatch."""
     advantages = batch.advantages.clone()
     advantages[-1] = math.nan
     return replace(batch, advantages=advantages)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_costs_its_own_step_and_nothing_else(way, model_dir):
-    """Of two minibatches the second is thrown away. What follows has the bits of a run without it: neither weights nor
-    moments, nor the steps that Adam corrects its moments by, have seen it.
+def test_non_finite_gradient_skips_only_its_own_update(way, model_dir):
+    """The second of two minibatches is dropped. Later updates have the same bits as a run without it: weights, moments
+    and the step count of Adam's bias correction are not affected.
     """
     policy, learner = learner_of(way, model_dir)
     twin, other = learner_of(way, model_dir)
@@ -83,7 +81,7 @@ def test_it_costs_its_own_step_and_nothing_else(way, model_dir):
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "fp16"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_one_infinite_number_in_one_gradient_of_a_finite_loss_is_enough(way, value, model_dir):
+def test_one_non_finite_gradient_value_skips_the_update(way, value, model_dir):
     policy, learner = learner_of(way, model_dir)
     batch = rollouts(make_policy())
     grpo.update_policy(policy, batch, learner, SETTINGS)
@@ -100,8 +98,8 @@ def test_one_infinite_number_in_one_gradient_of_a_finite_loss_is_enough(way, val
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_says_so(recipe, tmp_path, capsys, monkeypatch):
-    """All four optimizer steps of its third step: the checkpoint behind it holds what the one before held."""
+def test_run_continues_and_reports_skipped_updates(recipe, tmp_path, capsys, monkeypatch):
+    """All four optimizer steps of step 3 are skipped, so its checkpoint holds the same state as the one before."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     settings = ["--checkpoint.every", 1, "--checkpoint.keep_last", 6, "--evaluate.every", 0]
     settings += ["--checkpoint.keep_finished", "all"]

@@ -1,4 +1,4 @@
-"""An objective and an advantage of the user's own, from a file."""
+"""Tests for a user's own objective and advantage, loaded from a file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NUMBER = 3
 
 @pytest.fixture
 def mine(tmp_path):
-    """A file of a name that no other test has imported."""
+    """Return a file with a name that no other test has imported."""
     path = tmp_path / f"own_{tmp_path.name.replace('-', '_')}.py"
     path.write_text(MINE)
     return path
@@ -53,7 +53,7 @@ def tokens():
     return ObjectiveInputs(logprobs, old, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
 
 
-def test_a_function_that_returns_the_value_alone_has_ratios_and_no_clip(mine):
+def test_objective_that_returns_only_values_has_ratios_and_no_clip(mine):
     given = tokens()
     outcome = get_objective_function(f"{mine}:value_alone")(given, GRPOConfig())
     assert torch.autograd.grad(outcome.value.sum(), given.logprobs)[0].tolist() == [[2.0, 2.0]]
@@ -62,7 +62,7 @@ def test_a_function_that_returns_the_value_alone_has_ratios_and_no_clip(mine):
     assert metrics["clip/high"].tolist() == metrics["clip/low"].tolist() == [[False, False]]
 
 
-def test_a_function_may_say_what_it_clips(mine):
+def test_objective_may_report_what_it_clips(mine):
     given = tokens()
     own, ours = get_objective_function(f"{mine}:whole")(given, GRPOConfig()), ppo_clip(given, GRPOConfig())
     assert isinstance(own, ObjectiveOutput)
@@ -70,7 +70,7 @@ def test_a_function_may_say_what_it_clips(mine):
     assert own.value.tolist() == ours.value.tolist()
 
 
-def test_an_advantage_of_ones_own_is_called_with_the_grades(mine):
+def test_custom_advantage_is_called_with_the_grades(mine):
     rewards = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
     grades = Grades(rewards, rewards, rewards, rewards[..., None], torch.ones(1, 1, dtype=torch.float64))
     found = get_advantage_function(f"{mine}:compared")(grades, GRPOConfig())
@@ -86,7 +86,7 @@ def test_an_advantage_of_ones_own_is_called_with_the_grades(mine):
     ],
 )
 @pytest.mark.parametrize("find", [get_objective_function, get_advantage_function])
-def test_what_is_no_function_is_one_line(mine, find, name, said):
+def test_names_of_no_function_raise_a_one_line_error(mine, find, name, said):
     with pytest.raises(UserError) as error:
         find(name.format(file=mine))
     assert said in str(error.value)
@@ -94,7 +94,7 @@ def test_what_is_no_function_is_one_line(mine, find, name, said):
 
 
 @pytest.mark.parametrize("axis", ["objective", "advantage"])
-def test_an_unknown_name_is_refused_with_the_nearest(axis):
+def test_unknown_name_is_refused_with_a_suggestion(axis):
     near = {"objective": "ppo_clap", "advantage": "grpp"}[axis]
     with pytest.raises(ValueError, match=f'{axis} = "{near}" is unknown; did you mean') as error:
         replace(GRPOConfig(), **{axis: near})
@@ -102,7 +102,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(axis):
 
 
 @pytest.mark.slow
-def test_a_run_with_ones_own_is_the_run_with_ours_and_its_file_may_not_change(recipe, mine, tmp_path, capsys):
+def test_custom_functions_match_built_in_run_and_their_file_is_pinned(recipe, mine, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "ours") == 0
     own = ["--algorithm.objective", f"{mine}:whole", "--algorithm.advantage", f"{mine}:compared"]
     assert train(recipe, "--run", tmp_path / "own", *own) == 0
@@ -120,7 +120,7 @@ def test_a_run_with_ones_own_is_the_run_with_ours_and_its_file_may_not_change(re
 
 
 def without_effect(run_dir):
-    """Only an advantage that is not `grpo` is compared with it."""
+    """Remove `effect/advantage` from the metrics of a run, which only advantages other than `grpo` report."""
     path = run_dir / "metrics.jsonl"
     kept = [{key: x for key, x in step.items() if key != "effect/advantage"} for step in records(path)]
     path.write_text("".join(json.dumps(step) + "\n" for step in kept))

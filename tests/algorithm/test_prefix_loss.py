@@ -1,4 +1,4 @@
-"""What becomes of a prefix: it is read, it is made likelier where that is asked for, and it is never credited."""
+"""Tests for answer prefixes: completions continue them, `prefix_coef` trains them, and advantages never credit them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLERS = {"native": NativeSampler, "hf": HuggingFaceSampler}
 
 @dataclass(frozen=True)
 class Begun(CountDigits):
-    """Every other question has an answer begun."""
+    """Gives every other prompt a prefix, the beginning of an answer."""
 
     def sample(self, step, n):
         return [replace(prompt, prefix=PREFIXES[i % len(PREFIXES)]) for i, prompt in enumerate(super().sample(step, n))]
@@ -50,7 +50,7 @@ def batch_of(policy):
 
 
 def likelihood(policy, groups):
-    """The mean of -log pi over all prefix tokens, one prompt at a time, by transformers' own model."""
+    """Return the mean of -log pi over all prefix tokens, from transformers' own model, one prompt at a time."""
     total, count = torch.zeros((), dtype=F64), 0
     for group in groups:
         ids, start = (*group.prompt_ids, *group.demonstration), len(group.prompt_ids)
@@ -61,8 +61,8 @@ def likelihood(policy, groups):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_completion_goes_on_from_its_prefix(sampler):
-    """Its log-probs are those of the continuation, given question and prefix."""
+def test_completion_continues_its_prefix(sampler):
+    """Its log-probs are those of the continuation, given the question and the prefix."""
     policy = make_policy()
     for group, prefix in zip(groups_of(policy, sampler), PREFIXES, strict=True):
         n = len(prefix)
@@ -79,7 +79,7 @@ def test_a_completion_goes_on_from_its_prefix(sampler):
             assert completion.text == policy.decode(completion.token_ids[n:])
 
 
-def test_the_prefix_loss_has_the_gradient_of_the_likelihood_and_nothing_else_changes():
+def test_prefix_loss_adds_only_the_likelihood_gradient():
     policy = make_policy(dtype=F64)
     batch, coef = batch_of(policy), 0.3
     plain, _ = gradients_of(policy, batch, GRPOConfig())
@@ -91,8 +91,8 @@ def test_the_prefix_loss_has_the_gradient_of_the_likelihood_and_nothing_else_cha
     assert metrics["prefix/nll"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
-def test_a_whole_answer_is_learnt_with_its_end():
-    """The likelihood of the end-of-sequence token behind it counts as one more of its tokens."""
+def test_complete_answer_is_trained_with_its_eos_token():
+    """The end-of-sequence token after the answer counts as one more prefix token."""
     policy = make_policy(dtype=F64)
     [group] = groups_of(policy)[:1]
     whole = replace(group, demonstration=(*group.demonstration, EOS))
@@ -106,7 +106,7 @@ def test_a_whole_answer_is_learnt_with_its_end():
     assert distance(found, dict(zip(policy.trainable(), expected, strict=True))) < 1e-6
 
 
-def test_the_sampler_says_where_a_whole_answer_ends():
+def test_sampler_appends_eos_to_complete_answers():
     @dataclass(frozen=True)
     class Whole(Begun):
         def sample(self, step, n):
@@ -120,8 +120,8 @@ def test_the_sampler_says_where_a_whole_answer_ends():
     assert [g.demonstration for g in groups_of(policy, task=Whole())] == [ids and (*ids, EOS) for ids in given]
 
 
-def test_without_a_coefficient_prefixes_get_no_gradient():
-    """The same completions as continuations of a longer prompt: prefix or prompt, the gradient is one."""
+def test_prefixes_get_no_gradient_without_prefix_coef():
+    """The gradient is the same when the prefix is moved to the end of the prompt."""
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
     as_prompt = collate([with_prefix_in_prompt(group) for group in groups_of(policy)])
@@ -141,8 +141,8 @@ def with_prefix_in_prompt(group):
     return replace(group, prompt_ids=group.prompt_ids + group.demonstration, completions=tuple(completions))
 
 
-def test_what_a_group_was_given_is_computed_once():
-    """Behind its question, not in each of its rows; a demonstration costs nothing."""
+def test_shared_prefix_is_computed_once_per_group():
+    """It is computed with the prompt instead of in each row, so a demonstration adds no tokens."""
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
     layout = score.build_layout(batch, F64, policy.device)
@@ -160,13 +160,13 @@ GIVEN = {
     "beginnings that differ": (((1, 2, 3), (4, 2, 3, 5)), (((0, 2),), ((0, 2),))),
     "the same in the middle": (((1, 2, 3, 4), (5, 2, 3, 6, 1)), (((1, 3),), ((1, 3),))),
 }
-"""The tokens of each answer, and the stretches that it was given."""
+"""The tokens of each answer, and its spans of given tokens."""
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])
 @pytest.mark.parametrize("name", GIVEN)
-def test_tokens_may_be_given_anywhere(name, engine):
-    """Scores of sampled tokens, and of given ones that have a likelihood weight, are transformers' own."""
+def test_given_spans_at_any_position_match_transformers(name, engine):
+    """Sampled tokens, and given tokens with a likelihood weight, get the log-probs that transformers computes."""
     policy = make_policy(dtype=F64, engine=engine)
     answers = [Completion(ids, (0.0,) * len(ids), "", True, given_spans=g) for ids, g in zip(*GIVEN[name], strict=True)]
     batch = collate([Group(Prompt("p", "?"), (7, 8, 9), tuple(answers))])
@@ -187,7 +187,7 @@ def test_tokens_may_be_given_anywhere(name, engine):
             assert float(scores[row, t]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_likelihood_is_over_the_vocabulary_where_the_sampler_truncates():
+def test_prefix_likelihood_covers_full_vocabulary_when_sampling_truncates():
     policy = make_policy(dtype=F64)
     cut = NativeSampler(policy=policy).generate(Begun().sample(0, 4), Sampling(3, max_tokens=12, top_k=3, seed="0/0"))
     batch = collate(cut)
@@ -223,7 +223,7 @@ class Half(OneProcessRuntime):
         ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], (4, 1)),
     ],
 )
-def test_two_processes_add_up_to_one_though_one_has_fewer_prefixes_or_none(order, prefixes):
+def test_two_processes_with_unequal_prefixes_add_up_to_one(order, prefixes):
     policy = make_policy(dtype=F64)
     batch, cfg = batch_of(policy), GRPOConfig(prefix_coef=0.5)
     whole, _ = gradients_of(policy, batch, cfg)
@@ -237,7 +237,7 @@ def test_two_processes_add_up_to_one_though_one_has_fewer_prefixes_or_none(order
     assert distance(whole, {name: gradients[0][name] + gradients[1][name] for name in whole}) < 1e-7
 
 
-def test_a_minibatch_learns_its_own_prefixes_alone():
+def test_minibatch_trains_only_its_own_prefixes():
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
     last, _ = gradients_of(policy, batch, GRPOConfig(prefix_coef=0.5, minibatches=2))  # nothing moves: lr is 0
@@ -245,7 +245,7 @@ def test_a_minibatch_learns_its_own_prefixes_alone():
     assert distance(second, last) < 1e-7
 
 
-def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
+def test_demonstrations_are_appended_as_rows_of_given_tokens():
     policy = make_policy()
     batch = batch_of(policy)
     grown = append_demonstrations(batch.select_rows(slice(0, 6)), torch.arange(2))
@@ -261,8 +261,8 @@ def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
 
 
 @pytest.mark.parametrize("dead", [True, False])
-def test_a_prefix_may_be_longer_than_every_response_that_is_left(dead):
-    """One short response stays, or all of them are short: the prefix is then the widest row of the batch."""
+def test_prefix_may_be_longer_than_every_remaining_response(dead):
+    """With or without dead rows only short responses remain, so the prefix is the widest row of the batch."""
     policy = make_policy(dtype=F64)
     groups = groups_of(policy)
     short = [Completion((4, EOS), (-1.0, -1.0), "1", True), Completion((EOS,), (-1.0,), "", True)]
@@ -286,8 +286,8 @@ def test_replayed_groups_keep_their_prefixes():
     assert len(append_demonstrations(twice, torch.arange(8))) == 24 + 4
 
 
-def test_a_prefix_that_is_made_likelier_is_soon_said():
-    """Dead groups included: here no reward differs, and the policy learns from the prefix alone."""
+def test_prefix_loss_alone_makes_prefixes_likelier():
+    """All groups are dead because no reward differs, so the policy learns from the prefixes alone."""
 
     @dataclass(frozen=True)
     class Same(Begun):
@@ -301,6 +301,6 @@ def test_a_prefix_that_is_made_likelier_is_soon_said():
     assert steps[-1].metrics["prefix/nll"] < 0.5 * steps[0].metrics["prefix/nll"]
 
 
-def test_the_metrics_say_how_long_they_are():
+def test_metrics_report_mean_prefix_length():
     assert compute_group_metrics(groups_of(make_policy()))["prefix/length_mean"] == 2.5
     assert "prefix/length_mean" not in compute_group_metrics(groups_of(make_policy(), task=CountDigits()))

@@ -1,6 +1,6 @@
-"""Two processes are one: the whole loop in two threads that exchange what processes exchange, to the last group.
+"""Test that two processes train like one: the whole loop runs in two threads that exchange what processes exchange.
 
-What torch and Accelerate do with real processes is in test_run.py.
+Real processes with torch and Accelerate are tested in tests/training/test_run.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISSING = object()
 
 
 class Exchange:
-    """What each of two threads brings, to both."""
+    """Hands the values of two threads to both of them."""
 
     def __init__(self):
         self.barrier, self.brought = Barrier(2, timeout=120), [None, None]
@@ -63,7 +63,7 @@ class OneOfTwo(OneProcessRuntime):
 
 @dataclass(frozen=True)
 class Watching(CountDigits):
-    """Counts what it sees. With `dead`, two of the four groups of a step have equal rewards."""
+    """Counts the groups it observes. With `dead`, two of the four groups of a step have equal rewards."""
 
     dead: bool = False
 
@@ -90,7 +90,7 @@ def run(settings, runtime, reference, task):
 
 def in_two(settings, task):
     exchange = Exchange()
-    # Made before there are threads, which share torch's generator.
+    # Created before the threads start, because threads share torch's generator.
     runtimes = [OneOfTwo(make_policy(dtype=torch.float64), 0.3, rank, exchange) for rank in range(2)]
     references = [reference_of(settings) for _ in range(2)]
 
@@ -126,7 +126,7 @@ def reference_of(settings):
     ],
     ids=lambda settings: " ".join(settings) or "plain",
 )
-def test_two_processes_take_the_steps_of_one(settings):
+def test_two_processes_take_the_optimizer_steps_of_one(settings):
     task = Begun() if "prefix_coef" in settings else Watching(dead="max_rounds" in settings)
     alone = OneProcessRuntime(make_policy(dtype=torch.float64), 0.3)
     steps, weights, state = run(settings, alone, reference_of(settings), task)

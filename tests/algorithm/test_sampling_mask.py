@@ -1,4 +1,4 @@
-"""Sampling by top-k, top-p and min-p in training: every stage speaks of the tokens that were in the running."""
+"""Tests for training with top-k, top-p and min-p: every stage uses only the tokens that sampling kept."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def drawn(policy, truncation=CUTS["top_p"], sampler=NativeSampler, temperature=1
 
 
 def random_masks(n, vocabulary):
-    """Of one token, of all, and of every share in between."""
+    """Return masks that keep one token, all tokens, and every share in between."""
     kept = torch.rand(n, vocabulary) < torch.linspace(0, 1, n)[:, None]
     kept[torch.arange(n), torch.randint(vocabulary, (n,))] = True
     return kept
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 100, 1000])
-def test_a_mask_comes_back_as_the_ids_of_its_tokens(vocabulary):
+def test_packed_mask_unpacks_to_the_ids_of_its_tokens(vocabulary):
     kept = random_masks(23, vocabulary)
     rows = pack_masks(kept)
     words, spans = collate_masks([rows[:5], rows[5:6], rows[6:]])
@@ -56,7 +56,7 @@ def test_a_mask_comes_back_as_the_ids_of_its_tokens(vocabulary):
     assert present.shape[1] == int(kept.sum(-1).max())
 
 
-def test_a_mask_is_ids_where_they_are_few_and_bits_where_they_are_many():
+def test_masks_are_packed_as_ids_if_few_and_as_bits_if_many():
     kept = torch.zeros(4, 320, dtype=torch.bool)
     for row, n in enumerate((1, 9, 10, 320)):
         kept[row, :n] = True
@@ -64,7 +64,7 @@ def test_a_mask_is_ids_where_they_are_few_and_bits_where_they_are_many():
     assert [len(words) for words in pack_masks(kept)] == [1, 9, 10, 10]
 
 
-def test_only_some_of_the_masks_are_looked_up():
+def test_masks_can_be_unpacked_for_selected_tokens_only():
     kept = random_masks(9, 50)
     words, spans = collate_masks([pack_masks(kept)])
     ids, present = SamplingMask(words, spans[0]).select_tokens(torch.tensor([7, 2])).unpack_ids(50)
@@ -75,18 +75,18 @@ def test_only_some_of_the_masks_are_looked_up():
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_a_nucleus_of_a_large_vocabulary_is_that_of_sorting_all(top_p, spread):
+def test_top_p_on_a_large_vocabulary_matches_a_full_sort(top_p, spread):
     masses = (spread * torch.randn(20, 5000)).exp() * torch.rand(20, 1) * 100
     ordered, order = masses.double().sort(descending=True)
     inside = ordered.cumsum(-1) - ordered < top_p * ordered.sum(-1, keepdim=True)
     expected = torch.zeros_like(inside).scatter(-1, order, inside)
     found = truncate_masses(masses, Truncation(top_p=top_p)) > 0
-    # One token more or less, where the sum reaches top_p to within the rounding of fp32.
+    # One token may differ if the sum reaches top_p within the rounding of fp32.
     assert int((found != expected).sum(-1).max()) <= 1
     assert float((found != expected).any(-1).float().mean()) <= 0.1
 
 
-def test_a_nucleus_of_equals_is_all_of_them():
+def test_top_p_keeps_all_tokens_of_equal_mass():
     assert bool((truncate_masses(torch.ones(3, 5000), Truncation(top_p=0.5)) == 1).all())
 
 
@@ -94,7 +94,7 @@ def test_a_nucleus_of_equals_is_all_of_them():
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_what_is_drawn_carries_its_log_prob_among_what_was_kept(cut):
+def test_sampled_logprobs_are_normalized_over_the_kept_tokens(cut):
     logits, by = 3 * torch.randn(200, 70), Truncation(**CUTS[cut])
     warpers = LogitsProcessorList([TopPLogitsWarper(by.top_p)])
     if by.top_k:
@@ -110,7 +110,7 @@ def test_what_is_drawn_carries_its_log_prob_among_what_was_kept(cut):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_scorer_and_sampler_agree_on_every_token_and_not_without_the_mask(sampler, architecture, cut):
+def test_scorer_and_sampler_agree_only_with_the_mask(sampler, architecture, cut):
     policy = make_policy(architecture, temperature=1.3)
     batch = collate(drawn(policy, CUTS[cut], SAMPLERS[sampler], 1.3))
     ours = policy.score(batch).logprobs.detach()
@@ -122,7 +122,7 @@ def test_scorer_and_sampler_agree_on_every_token_and_not_without_the_mask(sample
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_whole_and_the_likeliest_are_drawn_without_a_mask(sampler):
+def test_full_and_greedy_sampling_store_no_mask(sampler):
     for settings in ({}, {"temperature": 0.0, **CUTS["top_p"]}):
         samples = SAMPLERS[sampler]()
         samples.sync(make_policy())
@@ -154,10 +154,10 @@ def inputs():
 
 @pytest.mark.parametrize("tokens_at_once", [1, 4, 100])
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
-def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
+def test_logprobs_entropy_and_kl_match_autograd_over_kept_tokens(
     monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
 ):
-    """The second implementation: all logits, -inf for what was cut off, and torch's own gradients."""
+    """The second implementation uses all logits, masks those that were cut off, and takes torch's own gradients."""
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * tokens_at_once)
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 29 * max(1, tokens_at_once // 2))
     hidden, weight, ref_hidden, ref_weight, kept, tokens = inputs
@@ -191,8 +191,8 @@ def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
-def test_the_expected_gradient_is_that_of_the_truncated_policy():
-    """Every first token that can be drawn, weighed with its chance, against autograd of the sum of all rewards."""
+def test_expected_gradient_matches_the_truncated_policy():
+    """Weight every possible first token by its probability and compare with autograd of the expected reward."""
     policy = make_policy("gpt2", dtype=torch.float64)
     prompt_ids, rewards = (5, 11, 3, 7), torch.randn(VOCAB, dtype=torch.float64)
     logits = policy.model(torch.tensor([prompt_ids])).logits[0, -1]
@@ -230,7 +230,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "exact"])
 @pytest.mark.parametrize("reference", ["frozen", "adapter off"])
-def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
+def test_ratio_is_one_and_kl_is_zero_at_equal_weights(reference, kl):
     policy, other = make_policy(temperature=0.8), make_policy(temperature=0.8)
     if reference == "adapter off":
         policy.adapter = add_adapter(policy.model, 2)
@@ -277,7 +277,7 @@ def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_run_by_top_p_is_resumed_to_the_same_bits_with_replayed_rollouts(recipe, tmp_path, sampler):
+def test_resumed_top_p_run_with_replay_is_bitwise_identical(recipe, tmp_path, sampler):
     settings = ["--sampler.top_p", 0.8, "--sampler.name", sampler, "--algorithm.max_staleness", 2]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     settings += ["--optimizer.schedule", "constant"]
@@ -291,7 +291,7 @@ def test_a_run_by_top_p_is_resumed_to_the_same_bits_with_replayed_rollouts(recip
     "setting", [("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1)], ids=str
 )
 @pytest.mark.parametrize("section", ["sampler", "evaluate"])
-def test_what_cuts_off_nothing_that_can_be_said_is_refused(recipe, capsys, section, setting):
+def test_invalid_truncation_settings_exit_with_one_line(recipe, capsys, section, setting):
     name, value = setting
     recipe.write_text(recipe.read_text().replace(f"[{section}]", f"[{section}]\n{name} = {value}"))
     assert train(recipe) == 2

@@ -1,4 +1,4 @@
-"""Shaping of rewards and tokens: limits, identities, numbers by hand."""
+"""Tests for the shaping of rewards and token weights: limits, identities and values by hand."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from small_policy import F64, grades
 # ---------------------------------------------------------------- similarity
 
 
-def test_at_a_high_temperature_similarity_changes_nothing_that_grpo_sees():
-    """Uniform smoothing is affine in the reward, and standardising undoes an affine map."""
+def test_smoothing_at_a_high_temperature_does_not_change_grpo():
+    """Uniform smoothing is affine in the reward, and standardizing undoes an affine map."""
     rewards, states = torch.rand(20, 8, dtype=F64), torch.randn(20, 8, 5)
     cfg = GRPOConfig(similarity="smooth", similarity_temperature=1e6, similarity_mix=0.5)
     plain = ADVANTAGES["grpo"](grades(rewards), cfg)
@@ -33,8 +33,8 @@ def test_at_a_high_temperature_similarity_changes_nothing_that_grpo_sees():
     assert (ADVANTAGES["grpo"](grades(smooth_rewards(rewards, states, sharp)), cfg) - plain).abs().max() > 0.1
 
 
-def test_an_answer_next_to_a_right_one_gets_a_share_of_its_reward():
-    """Two pairs in opposite directions: each looks at its twin alone."""
+def test_answer_similar_to_a_right_one_gets_a_share_of_its_reward():
+    """The states are two pairs in opposite directions, so each answer shares with its twin alone."""
     states = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]]])
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=F64)
     cfg = GRPOConfig(similarity_mix=0.4, similarity_temperature=0.02)
@@ -52,7 +52,7 @@ def test_smoothing_is_bounded_and_leaves_equal_rewards_alone():
     assert ADVANTAGES["grpo"](grades(smooth_rewards(equal, states, cfg)), cfg).abs().max() == 0.0
 
 
-def test_what_all_answers_share_is_taken_off_first():
+def test_common_part_of_all_states_is_subtracted_first():
     rewards, states = torch.rand(4, 8, dtype=F64), torch.randn(4, 8, 5, dtype=F64)
     cfg = GRPOConfig()
     far = states + 100 * torch.randn(4, 1, 5, dtype=F64)
@@ -61,8 +61,8 @@ def test_what_all_answers_share_is_taken_off_first():
     )
 
 
-def test_diversity_divides_what_is_common():
-    """Three alike and one apart: a third each, and the whole."""
+def test_diversity_divides_the_reward_of_similar_answers():
+    """Three answers are alike and get a third each; the fourth is different and keeps its whole reward."""
     states = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
     cfg = GRPOConfig()
     one = discount_similar_rewards(torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=F64), states, cfg)
@@ -71,16 +71,16 @@ def test_diversity_divides_what_is_common():
     torch.testing.assert_close(shifted, one - 2.0)
 
 
-def test_an_opposite_makes_no_answer_rarer():
-    """Two alike and one the other way: cosines of 1, 1 and -1, of which the last counts as 0."""
+def test_opposite_answer_does_not_reduce_similarity():
+    """Two answers are alike and one is opposite: the cosines are 1, 1 and -1, and -1 counts as 0."""
     states = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]])
     rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=F64)
     shared = discount_similar_rewards(rewards, states, GRPOConfig())
     torch.testing.assert_close(shared, torch.tensor([[0.5, 0.5, 1.0, 0.0]], dtype=F64))
 
 
-def test_a_state_of_zeros_is_like_no_other():
-    """It has no direction, not even its own."""
+def test_state_of_zeros_is_similar_to_no_other():
+    """It has no direction, so its cosine even with itself is 0."""
     states = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])
     assert discount_similar_rewards(torch.tensor([[1.0, 0.0]], dtype=F64), states, GRPOConfig()).tolist() == [
         [1.0, 0.0]
@@ -90,7 +90,7 @@ def test_a_state_of_zeros_is_like_no_other():
 # ---------------------------------------------------------------- overlong
 
 
-def test_the_overlong_punishment_rises_over_the_cache():
+def test_overlong_penalty_rises_over_the_cache():
     cfg = GRPOConfig(max_length=100, overlong_cache=20)
     lengths = torch.tensor([[10.0, 80.0, 85.0, 100.0]], dtype=F64)
     measured = penalize_overlong(torch.ones(1, 4, dtype=F64), lengths, cfg)
@@ -116,8 +116,8 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
         ("geometric", [[1.0, 1.0, 1.0], [1.0, 1.0]]),
     ],
 )
-def test_sampler_weights_by_hand(correction, expected):
-    """Row products 1.8 and 1.65, geometric means 1.22 and 1.28, and rubbish in the padding."""
+def test_importance_weights_by_hand(correction, expected):
+    """The rows have products 1.8 and 1.65 and geometric means 1.22 and 1.28; the padding holds junk."""
     cfg = GRPOConfig(correction=correction, correction_cap=1.6)
     measured = compute_importance_weights(OLD, OLD - GAP, MASK, cfg)
     for row, values in zip(measured, expected, strict=True):
@@ -131,8 +131,8 @@ def test_a_sequence_below_the_cap_gets_its_product():
 
 
 @pytest.mark.parametrize("correction", ["token", "sequence", "geometric"])
-def test_what_is_just_at_the_cap_is_kept(correction):
-    """Log-probs are fp32, and so is the logarithm of the cap that they are compared with."""
+def test_ratio_exactly_at_the_cap_is_kept(correction):
+    """Log-probs are fp32, and so is the logarithm of the cap they are compared with."""
     gap = torch.tensor([[2.0]]).log()
     cfg = GRPOConfig(correction=correction, correction_cap=2.0)
     one = torch.ones(1, 1, dtype=torch.bool)
@@ -140,14 +140,14 @@ def test_what_is_just_at_the_cap_is_kept(correction):
     assert (above, below) == ((1.0, 1.0) if correction == "geometric" else (2.0, 0.5))
 
 
-def test_a_response_that_drifted_on_average_is_masked_on_either_side():
+def test_geometric_correction_masks_drift_in_both_directions():
     cfg = GRPOConfig(correction="geometric", correction_cap=1.25)
     assert compute_importance_weights(OLD, OLD - GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
     assert compute_importance_weights(OLD, OLD + GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
 
 
-def test_truncated_weights_bring_the_expectation_back_to_the_policy():
-    """E_sampler[w f] = E_policy[f] while nothing is truncated: exact over a vocabulary of three."""
+def test_importance_weights_restore_the_expectation_of_the_policy():
+    """E_sampler[w f] = E_policy[f] if nothing is truncated; exact over a vocabulary of three."""
     policy, sampler = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.4, 0.4, 0.2], dtype=F64)
     f = torch.tensor([1.0, -2.0, 5.0], dtype=F64)
     weights = compute_importance_weights(
@@ -159,7 +159,7 @@ def test_truncated_weights_bring_the_expectation_back_to_the_policy():
     assert float((sampler * weights * f).sum()) == pytest.approx(float((policy * f).sum()))
 
 
-def test_what_a_correction_took_away_is_counted():
+def test_corrected_tokens_are_found():
     for correction, limit, expected in (
         ("token", 1.6, [True, False, False]),
         ("sequence", 1.7, [True] * 3),
@@ -169,7 +169,7 @@ def test_what_a_correction_took_away_is_counted():
         assert find_corrected_tokens(compute_importance_weights(OLD, OLD - GAP, MASK, cfg), cfg)[0].tolist() == expected
 
 
-def test_the_highest_share():
+def test_entropy_threshold_selects_the_highest_share():
     entropy = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3])
     assert float(find_entropy_threshold(entropy, 0.4)) == pytest.approx(0.7)
     assert float(find_entropy_threshold(entropy, 1.0)) == pytest.approx(0.1)

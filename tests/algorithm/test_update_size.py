@@ -1,4 +1,4 @@
-"""How far an update moved the policy, and the learning rate that follows it."""
+"""Tests for `update/kl`, which measures how far an update moved the policy, and the learning rate that adapts to it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def make_batch(rows):
     return collate(groups)
 
 
-def test_it_is_the_kl_of_two_distributions_where_tokens_occur_as_often_as_they_are_probable():
-    """Every token of the old distribution (1/2, 1/4, 1/4) by its count among four."""
+def test_update_kl_is_exact_if_token_counts_match_probabilities():
+    """Among four tokens, each occurs as often as the old distribution (1/2, 1/4, 1/4) says."""
     old, new = torch.tensor([0.5, 0.5, 0.25, 0.25]), torch.tensor([0.2, 0.2, 0.7, 0.1])
     batch = make_batch(4)
     mask = torch.zeros_like(batch.action_mask)
-    mask[:2, :2] = mask[3] = True  # the last row does not count
+    mask[:2, :2] = mask[3] = True  # the last row is not counted
     probe = UpdateProbe(
         replace(batch, action_mask=mask), torch.full(mask.shape, math.nan), torch.tensor([True, True, True, False])
     )
@@ -42,7 +42,7 @@ def test_it_is_the_kl_of_two_distributions_where_tokens_occur_as_often_as_they_a
     assert compute_update_kl(probe, logprobs, OneProcessRuntime()) == pytest.approx(exact, rel=1e-6)
 
 
-def test_a_step_is_measured_by_the_scores_of_its_tokens_before_and_after():
+def test_update_kl_compares_token_logprobs_before_and_after_a_step():
     policy = make_policy()
     cfg = GRPOConfig(steps=1, prompts_per_step=6, group_size=4)
     before = {name: p.clone() for name, p in policy.weights().items()}
@@ -52,7 +52,7 @@ def test_a_step_is_measured_by_the_scores_of_its_tokens_before_and_after():
         p.data.copy_(policy.weights()[name])
         policy.weights()[name].data.copy_(before[name])
     terms = []
-    for row in (0, 16):  # two of 24
+    for row in (0, 16):  # two of 24 completions
         group, i = step.groups[row // 4], row % 4
         context, ids = group.prompt_ids, group.completions[i].token_ids
         x = torch.tensor([[*context, *ids]])
@@ -65,7 +65,7 @@ def test_a_step_is_measured_by_the_scores_of_its_tokens_before_and_after():
     assert step.metrics["update/kl"] > 1e-4
 
 
-def test_a_step_that_changes_nothing_has_moved_nothing():
+def test_update_kl_is_zero_when_nothing_changes():
     policy = make_policy(dtype=torch.bfloat16)
     cfg = GRPOConfig(steps=1, group_size=4)
     [step] = train(CountDigits(), NativeSampler(), policy, OneProcessRuntime(policy), cfg, sampling=SAMPLING)
@@ -73,7 +73,7 @@ def test_a_step_that_changes_nothing_has_moved_nothing():
 
 
 class OneOfTwo(OneProcessRuntime):
-    """The share of one of two processes in a step of `prompts` prompts."""
+    """One of two processes that share a step of `prompts` prompts."""
 
     def __init__(self, rank, prompts):
         super().__init__()
@@ -87,7 +87,7 @@ class OneOfTwo(OneProcessRuntime):
 
 
 def choose(group_size, prompts, runtime, most=0, replayed=0):
-    """The completions that count, by their numbers in the step; and those that do not."""
+    """Return the chosen completions that count and those that do not, as indices within the step."""
     own = runtime.shard(range(prompts))
     batch = make_batch(len(own) * group_size + replayed)
     rows = torch.arange(len(batch))
@@ -105,7 +105,7 @@ def choose(group_size, prompts, runtime, most=0, replayed=0):
     return labels[counted].tolist(), labels[~counted].tolist()
 
 
-def test_one_completion_of_sixteen_is_scored_however_many_processes_share_them():
+def test_one_in_sixteen_completions_is_scored_for_any_process_count():
     assert choose(8, 5, OneProcessRuntime()) == ([0, 16, 32], [])
     assert choose(8, 5, OneProcessRuntime(), most=2) == ([0, 16], [])
     assert choose(8, 5, OneOfTwo(0, 5)) == ([0, 16, 32], [])
@@ -118,7 +118,7 @@ def test_replayed_completions_are_not_scored():
     assert choose(8, 4, OneProcessRuntime(), replayed=16) == ([0, 16], [])
 
 
-def test_the_learning_rate_follows_the_target():
+def test_learning_rate_adapts_to_desired_kl():
     cfg = AdamWConfig(desired_kl=1e-3, warmup=3)
     assert cfg.adapt_lr_factor(1.0, 2.1e-3, 1) == pytest.approx(1 / 1.5), "in the warmup, too"
     assert cfg.adapt_lr_factor(1.0, 1.9e-3, 9) == cfg.adapt_lr_factor(1.0, 0.6e-3, 9) == 1.0
@@ -132,7 +132,7 @@ def test_the_learning_rate_follows_the_target():
 
 
 @pytest.mark.slow
-def test_a_run_holds_its_target_from_a_rate_that_is_too_high_and_from_one_that_is_too_low():
+def test_run_reaches_desired_kl_from_too_high_and_too_low_rates():
     last = {}
     for lr in (0.005, 3e-5):
         policy = make_policy()

@@ -1,4 +1,4 @@
-"""Every published variant trains: three steps of a tiny model on graded rewards of two terms."""
+"""Test that every published variant trains a tiny model for three steps on a reward of two terms."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def test_a_variant_trains_three_steps(path):
     assert max(float(x.abs().max()) for x in change.values()) > 1e-4
 
 
-# What cannot stand without the key that is left out.
+# The settings that are invalid without the key that is left out.
 WITH_IT = {
     "kl_coef": {"kl_target": 0.0, "reference_every": 0, "reference_decay": 0.0},
     "reference_every": {"reference_decay": 0.0},
     "kl_in": {"kl": "k1"},
     "objective": {"dual_clip": 0.0},
 }
-# What this small world has no occasion for.
+# The keys that have no effect in this small setup.
 NO_OCCASION = {
     "dapo": ["max_rounds"],  # no group is dead
-    "gspo": ["clip_high"],  # no whole response gets so much likelier
+    "gspo": ["clip_high"],  # no whole response becomes that much likelier
     "gspo_token": ["clip_high"],
     "length_grouped": ["advantage"],  # groups of four fill no cell
-    "rloo": ["objective"],  # on-policy "reinforce" and "ppo_clip" have one gradient
+    "rloo": ["objective"],  # on-policy "reinforce" and "ppo_clip" have the same gradient
     "truncated_is": ["correction"],  # the sampler is exact
 }
 

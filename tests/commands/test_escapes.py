@@ -1,4 +1,4 @@
-"""Names of files and folders, and what stands in them, are shown by commands and not obeyed by the terminal."""
+"""Test that commands escape control characters in the names of files and folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def said(capfd, status=0, *, words):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model_dir):
-    """A finished run in a folder with such a name, and the settings of its recipe."""
+    """Return a run folder with control characters in its name, and the command line that trains it."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = tiny_recipe(folder / "tiny.toml", model_dir)
     few = ["--algorithm.steps", 1, "--evaluate.every", 0, "--log.no-tensorboard"]
@@ -31,13 +31,13 @@ def trained(tmp_path_factory, model_dir):
 
 
 @pytest.mark.slow
-def test_paths_of_a_run_at_its_end_and_at_a_resume(trained, capfd):
+def test_train_and_resume_escape_run_folder_names(trained, capfd):
     run, words = trained
     assert SHOWN in said(capfd, words=words)
     assert f"{SHOWN} goes on after step 1" in said(capfd, words=["train", "--resume", run, "--algorithm.steps", 2])
 
 
-def test_a_dry_run_of_a_push(trained, capfd):
+def test_push_dry_run_escapes_file_names(trained, capfd):
     run, words = trained
     if not (run / "model").exists():
         assert answered(*words) == 0
@@ -46,7 +46,7 @@ def test_a_dry_run_of_a_push(trained, capfd):
     assert SHOWN in said(capfd, words=["push", run, "me/tiny", "--dry-run"])
 
 
-def test_commands_that_write_files(tmp_path, capfd):
+def test_init_and_look_escape_output_paths(tmp_path, capfd):
     assert SHOWN in said(capfd, words=["init", tmp_path / EVIL])
     page, run = tmp_path / f"{EVIL}.html", small_run(tmp_path / "run", steps=1)
     assert SHOWN in said(capfd, words=["look", run, "--output", page])

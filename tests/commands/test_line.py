@@ -1,4 +1,4 @@
-"""The command line: every command says what it takes, and a mistake is one line that names the mend."""
+"""Test the command line: the help of every command, and one-line errors that name the fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Odd:
 
 @pytest.fixture
 def said(capsys, monkeypatch):
-    """Return status, output and errors of a command line."""
+    """Return a function that runs a command line and returns its status, stdout, and stderr."""
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*words):
@@ -66,7 +66,7 @@ def settings_in(text):
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
-def test_every_command_says_what_it_takes(flag, said):
+def test_help_of_every_command_lists_its_options(flag, said):
     for command, function in cli.COMMANDS.items():
         status, out, err = said(command, flag)
         assert (status, err) == (0, "")
@@ -76,7 +76,7 @@ def test_every_command_says_what_it_takes(flag, said):
         assert function.__doc__ in described
 
 
-def test_help_of_train_begins_with_what_people_change(said):
+def test_train_help_shows_the_common_settings_first(said):
     _, out, _ = said("train", "--help")
     everyday = {f"{section}.{key}" for section, keys in cli.COMMON_SETTINGS.items() for key in keys}
     assert len(everyday) == 20
@@ -92,7 +92,7 @@ def test_help_all_has_every_setting(said):
     assert {name for name in settings_in(out) if not name.startswith("task.")} == known
 
 
-def test_help_shows_the_values_of_a_recipe_and_of_the_words(said, tmp_path):
+def test_help_shows_values_of_the_recipe_and_the_command_line(said, tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[algorithm]\nsteps = 17\n[task]\nname = 'curriculum'\n[task.task]\nname = 'countdown'\n")
     _, out, _ = said("train", recipe, "--algorithm.group-size", "5", "--help")
@@ -102,12 +102,12 @@ def test_help_shows_the_values_of_a_recipe_and_of_the_words(said, tmp_path):
     assert {"task.pool", "task.task.numbers"} <= set(re.findall(r"--(task(?:\.[a-z]+)+)", out))
 
 
-def test_the_settings_of_a_task_that_cannot_be_made_yet_are_found(said):
+def test_help_shows_settings_of_an_incomplete_task(said):
     _, out, _ = said("train", "--task.name", "dataset", "--help")
     assert {f"task.{field.name}" for field in dataclasses.fields(Dataset)} <= settings_in(out)
 
 
-def test_so_are_those_of_a_task_of_the_user_s_own(said, tmp_path):
+def test_help_shows_settings_of_a_user_defined_task(said, tmp_path):
     (tmp_path / "shouting.py").write_text(OWN_TASK)
     status, out, _ = said("train", "--task.name", f"{tmp_path}/shouting.py:Shout", "--help")
     assert status == 0
@@ -152,7 +152,7 @@ def test_help_imports_no_code_that_a_recipe_names(where, flag, said, tmp_path, m
 
 
 @pytest.mark.parametrize("words", [["train", "mine.toml", "--dry-run"], ["doctor", "--plan", "mine.toml"]])
-def test_what_code_runs_is_said_before_it_runs(words, said, tmp_path, monkeypatch):
+def test_notice_names_user_code_before_it_runs(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = f"{words[0]}_speaks.py"
     (tmp_path / file).write_text("print('it runs')\n")
@@ -181,12 +181,12 @@ key = "{}"
     [("OPENAI_API_KEY", True), ("JUDGE_KEY", True), ("HF_TOKEN", True), ("TOKEN", True)]
     + [(name, False) for name in ("HOME", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "SSH_PRIVATE_KEY", "MONKEY")],
 )
-def test_a_recipe_by_itself_sends_only_variables_that_are_named_for_keys(variable, taken, said, tmp_path, monkeypatch):
+def test_recipe_alone_sends_only_variables_named_like_keys(variable, taken, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(variable, "value-of-it")
     (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{i}?", "answer": "1"}}\n' for i in range(9)))
     (tmp_path / "mine.toml").write_text(JUDGED.format(variable))
-    rest = ["--dry-run", "--policy.model", "no/model"]  # which ends the rehearsal
+    rest = ["--dry-run", "--policy.model", "no/model"]  # the unknown model ends the dry run
     monkeypatch.setattr(socket, "create_connection", None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sent = "! judge: prompts and completions go to https://judge.example/v1, with the key in the environment variable"
@@ -208,7 +208,7 @@ def test_a_recipe_by_itself_sends_only_variables_that_are_named_for_keys(variabl
         ("[algorithm]\nsteps = 0", ""),
     ],
 )
-def test_help_with_a_recipe_that_is_wrong_is_help_or_one_line(text, told, said, tmp_path):
+def test_help_with_a_broken_recipe_prints_help_or_one_line(text, told, said, tmp_path):
     recipe = tmp_path / "wrong.toml"
     recipe.write_text(text)
     status, out, err = said("train", recipe, "--help")
@@ -216,7 +216,7 @@ def test_help_with_a_recipe_that_is_wrong_is_help_or_one_line(text, told, said, 
     assert err.count("\n") <= 1
 
 
-def test_a_task_with_fields_that_are_no_settings_is_shown_without_them(said, tmp_path):
+def test_help_omits_task_fields_that_are_not_settings(said, tmp_path):
     odd = ODD.replace("class Odd", "class OddOne")
     (tmp_path / "odd_one.py").write_text(odd)
     status, out, _ = said("train", "--task.name", f"{tmp_path}/odd_one.py:OddOne", "--help")
@@ -226,7 +226,7 @@ def test_a_task_with_fields_that_are_no_settings_is_shown_without_them(said, tmp
 
 
 @pytest.mark.parametrize("words", [["train"], ["list", "tasks"], ["init", "mine"], ["doctor"]])
-def test_a_working_directory_that_is_gone_is_one_line(words, said, tmp_path, monkeypatch):
+def test_deleted_working_directory_exits_with_one_line(words, said, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -237,7 +237,7 @@ def test_a_working_directory_that_is_gone_is_one_line(words, said, tmp_path, mon
         pellucid.train(model="any")
 
 
-def test_one_that_goes_while_a_command_runs_is_one_line_too(said, tmp_path, monkeypatch):
+def test_working_directory_deleted_during_a_command_exits_with_one_line(said, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
 
@@ -250,13 +250,13 @@ def test_one_that_goes_while_a_command_runs_is_one_line_too(said, tmp_path, monk
     assert (status, err) == (2, f"pellucid: {WORKING_DIRECTORY_GONE}\n")
 
 
-def test_without_a_command_there_is_help_and_something_to_mend(said):
+def test_missing_command_prints_help_and_exits_with_2(said):
     status, out, _ = said()
     assert status == 2
     assert all(re.search(rf"^\W+{name}\b", out, re.MULTILINE) for name in cli.COMMANDS)
 
 
-def test_the_version_is_told_wherever_it_is_asked(said):
+def test_version_option_works_with_and_without_a_command(said):
     for words in (["--version"], ["train", "--version"]):
         assert said(*words) == (0, f"pellucid {__version__}\n", "")
 
@@ -298,7 +298,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch):
+def test_mistakes_exit_with_one_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = said(*words.split())
     assert (status, out) == (2, "")
@@ -309,14 +309,14 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_commands_and_settings(shell, said):
+def test_completion_script_contains_commands_and_settings(shell, said):
     status, out, _ = said("completion", shell)
     assert status == 0
     assert all(name in out for name in (*cli.COMMANDS, "algorithm.group-size", "policy.template-kwargs", "task.digits"))
 
 
 @pytest.mark.slow
-def test_bash_completes_what_was_begun(tmp_path):
+def test_bash_completes_a_partial_option(tmp_path):
     script = tmp_path / "completion"
     words = [sys.executable, "-m", "pellucid", "completion", "bash"]
     script.write_text(subprocess.run(words, capture_output=True, text=True, check=True).stdout)

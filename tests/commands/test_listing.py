@@ -1,4 +1,4 @@
-"""The lists say what there is, all of it, in lines that fit; without torch, which takes seconds."""
+"""Test `pellucid list`: complete lists in lines that fit, without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def lines(kind, capsys):
 
 
 @pytest.mark.parametrize("kind", THERE)
-def test_every_name_has_its_line_and_something_is_said_of_it(kind, capsys):
+def test_every_name_has_a_line_with_a_description(kind, capsys):
     shown = [line.split(maxsplit=1) for line in lines(kind, capsys)]
     assert [name for name, _ in shown] == THERE[kind]
     assert all(len(text) > 10 for _, text in shown)
 
 
 @pytest.mark.parametrize("kind", cli.LISTABLE_KINDS)
-def test_lines_fit_and_stand_in_columns(kind, capsys):
+def test_lines_fit_the_width_and_align_in_columns(kind, capsys):
     found = lines(kind, capsys)
     assert max(map(len, found)) <= cli.LISTING_WIDTH
     assert len({line.index(line.split(maxsplit=1)[1]) for line in found}) == 1
@@ -59,7 +59,7 @@ def test_a_line_is_the_first_sentence_of_the_docstring(capsys):
     assert f"# {recipe}" == Path("recipes/variants/sapo.toml").read_text().splitlines()[0]
 
 
-def test_a_kind_that_there_is_not_and_the_one_that_was_meant():
+def test_unknown_kind_suggests_a_similar_one():
     with pytest.raises(UserError, match='no list of "reward"; did you mean "rewards"'):
         cli.print_kind("reward")
 
@@ -84,11 +84,11 @@ def test_no_torch_is_imported():
         ("", ""),
     ],
 )
-def test_a_first_sentence(docstring, sentence):
+def test_first_sentence_is_extracted(docstring, sentence):
     assert extract_first_sentence(docstring) == sentence
 
 
-def test_without_a_kind_everything_is_listed_under_its_heading(capsys):
+def test_list_without_a_kind_prints_all_kinds_under_headings(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["list"])
     assert ended.value.code == 0

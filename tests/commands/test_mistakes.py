@@ -1,6 +1,6 @@
-"""What a newcomer mistypes, forgets and confuses: each is answered by one line that names the mend, and leaves nothing.
+"""Test common mistakes of new users: each one prints one line that names the fix.
 
-Exit status 2, one line on the error stream, nothing on the other, no file more or less than before.
+The exit status is 2, stderr has one line, stdout is empty, and no file is added or removed.
 """
 
 from __future__ import annotations
@@ -107,19 +107,19 @@ MISTAKES = {
     "serve runs/first --port 99999": "port.*99999|99999.*port",
     "serve runs/first --port http": "port.*http",
     "serve stpo": 'stpo.*did you mean "?stop',
-    # studies, beginnings, lists
+    # studies, starters, lists
     "study stduy.toml": 'stduy.toml.*did you mean "study.toml"',
     "study study.toml --only plian": 'no variant "plian"; did you mean "plain"',
     "study study.toml --jobs 0": "jobs.*0",
     "init .": "recipe.toml already exists",
     "list rewrads": 'rewrads.*did you mean "rewards"',
 }
-"""A command line, and a pattern of what its one line says."""
+"""Command lines, and the patterns that their error lines must match."""
 
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory, model_dir):
-    """A folder in which somebody has worked: a finished run and one that is not, recipes good and bad, data."""
+    """Return a folder with a finished and an unfinished run, valid and broken recipes, and data."""
     folder = tmp_path_factory.mktemp("place")
     recipe = tiny_recipe(folder / "recipe.toml", model_dir)
     recipe.write_text(recipe.read_text().replace("tensorboard = true", ""))
@@ -156,12 +156,12 @@ def write_files(folder: Path) -> None:
 
 
 def files_in(place):
-    """All but bytecode, which Python writes where it imports."""
+    """Return all files except bytecode, which Python writes at imports."""
     return sorted(path for path in place.rglob("*") if "__pycache__" not in path.parts)
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_one_line_that_names_the_mend(line, worked, tmp_path, monkeypatch, capsys):
+def test_mistakes_exit_with_one_line_that_names_the_fix(line, worked, tmp_path, monkeypatch, capsys):
     place = shutil.copytree(worked, tmp_path / "place")
     monkeypatch.chdir(place)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -169,7 +169,7 @@ def test_a_mistake_is_one_line_that_names_the_mend(line, worked, tmp_path, monke
     for name in ("takes_little", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     if "--policy.model" not in line:
-        monkeypatch.setattr(policy, "load_policy", None)  # they are found before the model is loaded
+        monkeypatch.setattr(policy, "load_policy", None)  # these mistakes are found before the model is loaded
     there = files_in(place)
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""The Hub's requests, answered by a stand-in: what arrives there, what the card says, and what is refused in a line."""
+"""Test `pellucid push` against a stand-in of the Hub: uploaded files, the model card, and refusals."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pellucid.share import push_to_hub
 from pellucid.types import UserError
 from runs import train
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # its own way to send LFS
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # huggingface_hub's LFS upload
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model_dir):
-    """A finished run of a tiny model, and its recipe, in a folder of their own."""
+    """Return the folder of a finished run of a tiny model."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = tiny_recipe(folder / "tiny.toml", model_dir)
-    enough = ["--evaluate.n", "12"]  # for intervals
+    enough = ["--evaluate.n", "12"]  # enough for confidence intervals
     assert train(recipe, "--run", folder / "run", "--algorithm.steps", "2", "--log.no-tensorboard", *enough) == 0
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory, model_dir):
-    """A finished run of an adapter on that model."""
+    """Return the folder of a finished run that trained an adapter."""
     folder = tmp_path_factory.mktemp("adapted")
     recipe = tiny_recipe(folder / "tiny.toml", model_dir)
     few = ["--algorithm.steps", "1", "--evaluate.every", "0", "--log.no-tensorboard"]
@@ -41,10 +41,10 @@ def adapted(tmp_path_factory, model_dir):
 
 @pytest.fixture
 def online(monkeypatch):
-    """The stand-in, to which huggingface_hub now speaks, logged in."""
+    """Yield the stand-in of the Hub, with huggingface_hub logged in to it."""
     with hub.serving() as standin:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", standin.url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it takes plain LFS
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # the stand-in takes plain LFS
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
         yield standin
@@ -58,11 +58,11 @@ def recipe_in(card):
     return card.text.partition("```toml\n")[2].partition("```")[0]
 
 
-# ---------------------------------------------------------------- what arrives
+# ---------------------------------------------------------------- uploads
 
 
 @pytest.mark.slow
-def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online, capsys):
+def test_push_uploads_every_model_file_in_one_commit(trained, online, capsys):
     assert push_to_hub(trained, "me/tiny") == 0
     sent = {f"me/tiny/{path.name}": path.read_bytes() for path in (trained / "model").iterdir()}
     readme = online.files.pop("me/tiny/README.md")
@@ -74,7 +74,7 @@ def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online,
 
 
 @pytest.mark.slow
-def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(adapted, model_dir, online):
+def test_adapter_has_its_own_folder_and_names_its_base_model(adapted, model_dir, online):
     push_to_hub(adapted, "me/tiny")
     sent = json.loads(online.files["me/tiny/adapter/adapter_config.json"])
     kept = json.loads((adapted / "adapter" / "adapter_config.json").read_text())
@@ -88,7 +88,7 @@ def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(
 @pytest.mark.parametrize(
     ("base", "told"), [*((name, model.hub_id) for name, model in PACKAGED_MODELS.items()), ("me/base", "me/base")]
 )
-def test_the_base_of_an_adapter_has_its_id_on_the_hub(base, told, adapted, online, tmp_path):
+def test_base_model_of_an_adapter_is_a_hub_id(base, told, adapted, online, tmp_path):
     run_dir = shutil.copytree(adapted, tmp_path / "run")
     settings = run_dir / "adapter" / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": base}))
@@ -104,8 +104,8 @@ def test_a_card_of_peft_is_neither_kept_nor_uploaded(adapted, online, tmp_path):
     assert "me/tiny/adapter/README.md" not in online.files
 
 
-def test_a_second_push_leaves_nothing_of_the_model_before(trained, adapted, online):
-    """What is no part of a model stays, and so does what is of this one, though it be unchanged."""
+def test_second_push_removes_files_of_the_previous_model(trained, adapted, online):
+    """Files that are not part of a model stay, and so do unchanged files of the new model."""
     push_to_hub(adapted, "me/tiny")
     shards = {f"me/tiny/model-0000{i}-of-00002.safetensors": b"old" for i in (1, 2)}
     index, mine = {"me/tiny/model.safetensors.index.json": b"{}"}, {"me/tiny/LICENSE": b"MIT", "me/tiny/model.png": b""}
@@ -123,14 +123,14 @@ def test_a_second_push_leaves_nothing_of_the_model_before(trained, adapted, onli
     assert online.files.keys() == before | {f"me/tiny/adapter/{path.name}" for path in (adapted / "adapter").iterdir()}
 
 
-def test_private_is_private_and_what_is_there_already_is_added_to(trained, online):
+def test_private_push_creates_a_private_repository_that_is_reused(trained, online):
     push_to_hub(trained, "me/tiny", private=True)
     assert online.private == {"me/tiny": True}
     push_to_hub(trained, "me/tiny")
     assert len(online.commits) == 2 and online.private == {"me/tiny": True}
 
 
-def test_nothing_private_goes_into_a_public_repository(trained, online):
+def test_private_push_to_a_public_repository_is_refused(trained, online):
     push_to_hub(trained, "me/tiny")
     before = dict(online.files)
     with pytest.raises(UserError, match="already exists and is public"):
@@ -138,7 +138,7 @@ def test_nothing_private_goes_into_a_public_repository(trained, online):
     assert len(online.commits) == 1 and online.files == before
 
 
-def test_a_dry_run_asks_nobody_and_shows_the_card(trained, online, capsys):
+def test_dry_run_sends_no_request_and_prints_the_card(trained, online, capsys):
     push_to_hub(trained, "me/tiny", dry_run=True)
     shown = capsys.readouterr().out
     assert not online.requests
@@ -149,7 +149,7 @@ def test_a_dry_run_asks_nobody_and_shows_the_card(trained, online, capsys):
 # ---------------------------------------------------------------- the card
 
 
-def test_the_numbers_of_the_card_are_those_of_the_evaluations(trained, online):
+def test_card_reports_the_numbers_of_the_evaluations(trained, online):
     push_to_hub(trained, "me/tiny")
     card = card_of(online)
     first, *_, last = records(trained / "evals.jsonl")
@@ -164,15 +164,15 @@ def test_the_numbers_of_the_card_are_those_of_the_evaluations(trained, online):
         assert f"{value:.3f} [{low:.2f}, {high:.2f}]" in row
 
 
-def test_the_card_says_what_the_hub_sorts_by(trained, online):
+def test_card_metadata_has_library_pipeline_and_tags(trained, online):
     push_to_hub(trained, "me/tiny")
     data = card_of(online).data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert {"grpo", "pellucid", "reinforcement-learning"} <= set(data.tags)
-    assert data.base_model is None  # a folder of this machine has no id there
+    assert data.base_model is None  # a local folder has no id on the Hub
 
 
-def test_the_card_says_which_versions_and_files_it_was(trained, online):
+def test_card_lists_versions_file_digests_and_settings(trained, online):
     push_to_hub(trained, "me/tiny")
     text, known = card_of(online).text, json.loads((trained / "config.json").read_text())
     for name, version in known["versions"].items():
@@ -183,7 +183,7 @@ def test_the_card_says_which_versions_and_files_it_was(trained, online):
 
 
 @pytest.mark.parametrize("run", ["trained", "adapted"])
-def test_no_folder_of_this_machine_is_told(run, model_dir, online, request):
+def test_uploaded_files_name_no_local_folder(run, model_dir, online, request):
     run_dir = request.getfixturevalue(run)
     push_to_hub(run_dir, "me/tiny")
     texts = {name: content.decode() for name, content in online.files.items() if not name.endswith(".safetensors")}
@@ -193,24 +193,24 @@ def test_no_folder_of_this_machine_is_told(run, model_dir, online, request):
     assert str(Path(hub.__file__).parent) in (run_dir / "config.json").read_text()
 
 
-# ---------------------------------------------------------------- what is refused, in a line
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("name", ["tiny", "me/tiny/model", "me/ti ny", "me/tiny.git", "/tiny"])
-def test_a_name_that_no_repository_can_have(name, trained, online):
+def test_invalid_repository_names_are_refused(name, trained, online):
     with pytest.raises(UserError, match=f'^push to "{name}": '):
         push_to_hub(trained, name)
     assert not online.requests
 
 
-def test_what_is_no_run_and_the_one_that_was_meant(trained, online):
+def test_unknown_run_folder_suggests_a_similar_one(trained, online):
     with pytest.raises(UserError, match=r'rnu is not a run folder: .*did you mean ".*run"\?'):
         push_to_hub(trained.parent / "rnu", "me/tiny")
     assert not online.requests
 
 
 @pytest.mark.parametrize("lacks", ["model", "evaluation"])
-def test_a_run_that_is_not_finished(lacks, trained, online, tmp_path):
+def test_unfinished_run_is_refused(lacks, trained, online, tmp_path):
     run_dir = shutil.copytree(trained, tmp_path / "run")
     if lacks == "model":
         shutil.rmtree(run_dir / "model")
@@ -221,7 +221,7 @@ def test_a_run_that_is_not_finished(lacks, trained, online, tmp_path):
     assert not online.requests
 
 
-def test_nobody_is_logged_in(trained, online, monkeypatch, tmp_path):
+def test_push_without_a_login_is_refused(trained, online, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"hf auth login, or set HF_TOKEN"):
@@ -229,14 +229,14 @@ def test_nobody_is_logged_in(trained, online, monkeypatch, tmp_path):
     assert not online.requests
 
 
-def test_a_token_that_the_hub_does_not_know(trained, online, monkeypatch):
+def test_invalid_token_is_refused_and_not_printed(trained, online, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
     with pytest.raises(UserError, match=r"answers 401: .*; hf auth login") as refused:
         push_to_hub(trained, "me/tiny")
     assert "hf_of_yesterday" not in str(refused.value)
 
 
-def test_the_namespace_of_somebody_else(trained, online):
+def test_push_to_a_foreign_namespace_is_refused(trained, online):
     with pytest.raises(UserError, match=r"answers 403: .*rights to create a model under you.*your own"):
         push_to_hub(trained, "you/tiny")
     assert not online.files
@@ -245,7 +245,7 @@ def test_the_namespace_of_somebody_else(trained, online):
 @pytest.mark.parametrize(
     ("path", "status"), [("/lfs/", 400), ("/api/models/me/tiny/commit", 500), ("/api/models/me/tiny/preupload", 413)]
 )
-def test_the_hub_fails_half_way(path, status, trained, online):
+def test_failed_push_uploads_nothing_and_can_be_repeated(path, status, trained, online):
     online.fails[path] = status
     with pytest.raises(UserError, match=r"^push to me/tiny: .*as the test asks for") as refused:
         push_to_hub(trained, "me/tiny")
@@ -254,13 +254,13 @@ def test_the_hub_fails_half_way(path, status, trained, online):
     assert push_to_hub(trained, "me/tiny") == 0
 
 
-def test_the_hub_cannot_be_reached(trained, online, monkeypatch):
+def test_unreachable_hub_is_an_error(trained, online, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the Hugging Face Hub cannot be reached: .*refused"):
         push_to_hub(trained, "me/tiny")
 
 
-def test_the_network_is_forbidden(trained, online, monkeypatch):
+def test_offline_mode_error_names_the_variable(trained, online, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"cannot be reached: .*unset .*HF_HUB_OFFLINE"):
         push_to_hub(trained, "me/tiny")

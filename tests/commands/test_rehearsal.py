@@ -1,4 +1,4 @@
-"""`pellucid train --dry-run`: what it prints is what the run then is; nothing is loaded, and nothing is written."""
+"""Test `pellucid train --dry-run`: it prints what the run will do, loads no model, and writes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rehearsed(capsys, *words):
     return ended.value.code, told.out, told.err
 
 
-def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe, tmp_path, capsys, monkeypatch):
+def test_dry_run_prints_settings_plan_and_first_prompt(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     overrides = ["--algorithm.steps", 2, "--optimizer.lr", 3e-4, "--evaluate.every", 0]
     there = sorted(tmp_path.rglob("*"))
@@ -53,7 +53,7 @@ def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe,
 
 @pytest.fixture
 def counting(tmp_path):
-    """A recipe of an environment with a tool, which begins its questions by itself."""
+    """Return a recipe of an environment that has a tool and adds to the questions itself."""
     tokenizer, folder = byte_tokenizer(), tmp_path / "model"
     tokenizer.chat_template = CHAT
     tiny_llama_of(tokenizer).save_pretrained(folder)
@@ -78,7 +78,7 @@ every = 0
     return file
 
 
-def test_it_shows_the_tools_and_the_question_of_an_environment_as_the_run_does(counting, tmp_path, capsys, monkeypatch):
+def test_dry_run_shows_tools_and_question_of_an_environment(counting, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "5000")
     status, out, _ = rehearsed(capsys, counting, "--run", tmp_path / "run")
     assert status == 0
@@ -89,7 +89,7 @@ def test_it_shows_the_tools_and_the_question_of_an_environment_as_the_run_does(c
     assert shown in capsys.readouterr().out, "what the model reads in the run"
 
 
-def test_rows_that_train_and_rows_that_are_held_out_are_counted(recipe, tmp_path, capsys, monkeypatch):
+def test_dry_run_counts_training_and_held_out_rows(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     rows = [{"question": f"say {n}", "answer": str(n)} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,13 +120,13 @@ def test_rows_that_train_and_rows_that_are_held_out_are_counted(recipe, tmp_path
         (["--runtime.engine", "fsdp"], "Input should be 'auto', 'ddp', 'fsdp2' or 'deepspeed'"),
     ],
 )
-def test_what_a_run_would_refuse_it_refuses(words, said, recipe, tmp_path, capsys):
+def test_dry_run_refuses_what_a_run_would_refuse(words, said, recipe, tmp_path, capsys):
     status, _, err = rehearsed(capsys, recipe, "--run", tmp_path / "run", *words)
     assert status == 2
     assert said in err
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_taken_is_told_here_too(recipe, tmp_path, capsys):
+def test_dry_run_refuses_a_folder_that_holds_a_run(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", "--algorithm.steps", 1) == 0
     assert rehearsed(capsys, recipe, "--run", tmp_path / "run")[0] == 2

@@ -1,4 +1,4 @@
-"""The recipe of a run: TOML that tomllib reads as what was meant, and that makes the same settings again."""
+"""Test the recipe that is made from a run: tomllib reads it, and it gives the same settings again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tomllib_reads_what_was_written(values):
 
 
 def recorded(tmp_path, recipe, *overrides):
-    """The folder of a run of this recipe, as far as its settings go."""
+    """Return a run folder that holds only the settings of this recipe."""
     path = tmp_path / "recipe.toml"
     path.write_text(recipe)
     settings = files.dump_settings(config.resolve_config(config.load_config(path, overrides)))
@@ -40,19 +40,19 @@ def recorded(tmp_path, recipe, *overrides):
 RECIPES = [path for path in sorted(Path("recipes").rglob("*.toml")) if path.parent.name != "study"]
 
 
-def test_every_recipe_comes_back_with_all_its_settings(tmp_path):
+def test_every_recipe_round_trips_with_all_its_settings(tmp_path):
     for i, path in enumerate(RECIPES):
         folder = tmp_path / str(i)
         folder.mkdir()
         (folder / "again.toml").write_text(make_recipe(recorded(folder, path.read_text(), "--algorithm.seed", "3")))
         again = config.resolve_config(config.load_config(folder / "again.toml"))
         expected = config.dump_config(config.resolve_config(config.load_config(path, ["--algorithm.seed", "3"])))
-        if Path(str(expected["task"].get("data"))).is_file():  # whose folder is nobody's business
+        if Path(str(expected["task"].get("data"))).is_file():  # the recipe of a run omits the folder of the data
             expected["task"]["data"] = Path(expected["task"]["data"]).name
         assert config.dump_config(again) == expected, path
 
 
-def test_only_what_is_no_default_is_said(tmp_path):
+def test_only_settings_that_differ_from_defaults_are_written(tmp_path):
     recipe = '[task]\nname = "arithmetic"\ndigits = 2\n[algorithm]\nsteps = 30\ngroup_size = 4\nseed = 7\n'
     assert tomllib.loads(make_recipe(recorded(tmp_path, recipe))) == {
         "policy": {"model": "smollm2-135m"},
@@ -61,7 +61,7 @@ def test_only_what_is_no_default_is_said(tmp_path):
     }
 
 
-def test_of_tasks_in_one_another_each_is_told_without_its_defaults(tmp_path):
+def test_nested_tasks_are_written_without_their_defaults(tmp_path):
     recipe = (
         '[task]\nname = "curriculum"\npool = 32\n[task.task]\nname = "sorting"\nlength = 3\n[algorithm]\nseed = 7\n'
     )
@@ -70,7 +70,7 @@ def test_of_tasks_in_one_another_each_is_told_without_its_defaults(tmp_path):
     assert found["task"] == {"name": "curriculum", "pool": 32, "task": inside}
 
 
-def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monkeypatch):
+def test_user_files_are_named_without_their_folder(tmp_path, monkeypatch):
     home = tmp_path / "my folder"
     home.mkdir()
     (home / "mine.py").write_text("def brief(completions, **columns):\n    return [0.0] * len(completions)\n")
@@ -96,7 +96,7 @@ def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monke
     assert config.load_config(Path("again.toml")).task.rewards[1].weight == 0.5
 
 
-def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secrets(tmp_path):
+def test_task_with_missing_code_is_written_whole_without_secrets(tmp_path):
     (tmp_path / "judged.py").write_text(
         "from dataclasses import dataclass\n"
         "@dataclass(frozen=True)\n"
@@ -115,7 +115,7 @@ def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secre
 
 
 @pytest.mark.parametrize("secret", ["sk-1", ["sk-1", "sk-2"], {"main": "hf_1"}, [{"of": ["hf_1"]}], 1234])
-def test_all_that_is_under_the_name_of_a_secret_is_hidden(secret):
+def test_values_under_secret_names_are_redacted(secret):
     settings = {"name": "judged", "judges": [{"api_key": secret, "max_tokens": 9, "token": ""}], "hf_token": secret}
     hidden = {"name": "judged", "judges": [{"api_key": "...", "max_tokens": 9, "token": ""}], "hf_token": "..."}
     assert redact_value(settings, set(), "task") == hidden
@@ -137,11 +137,11 @@ def test_all_that_is_under_the_name_of_a_secret_is_hidden(secret):
         ("https://hub/me/it", "https://hub/me/it"),
     ],
 )
-def test_a_path_is_its_name_and_other_texts_stay(value, name):
+def test_paths_are_shortened_and_other_texts_are_kept(value, name):
     assert shorten_path(value) == name
 
 
-def test_a_path_with_spaces_is_known_where_it_leads_somewhere(tmp_path):
+def test_path_with_spaces_is_recognized_if_it_exists(tmp_path):
     folder = tmp_path / "my judges"
     assert shorten_path(str(folder)) == str(folder)
     folder.mkdir()

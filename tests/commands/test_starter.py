@@ -1,4 +1,4 @@
-"""What `pellucid init` writes is a recipe that loads, a reward that says what it says, and data that split."""
+"""Test the files of `pellucid init`: the recipe loads, the reward grades as described, and the data splits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from runs import train
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A fresh folder, in which the command was run and which is the working directory."""
+    """Write the starter files into a new working directory, and yield the loaded recipe."""
     folder = tmp_path_factory.mktemp("begun") / "first"
     assert cli.write_starter(folder) == 0
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "path", [*sys.path])
-        clear_dataset_caches()  # other tests have other files of the same relative name
+        clear_dataset_caches()  # other tests use other files with the same relative name
         yield config.load_config(Path("recipe.toml"))
-        del sys.modules["rewards"]  # other tests have others of this name
+        del sys.modules["rewards"]  # other tests import other modules of this name
 
 
 def answer(text):
@@ -41,20 +41,20 @@ def test_the_splits_share_no_question_and_three_of_ten_are_held_out(begun):
     ("text", "reward"),
     [("{}", 1.0), ("2 + 2 = {}", 0.8), ("It is {}.", 0.9), ("", 0.0), ("{} or 99", 0.0), ("{}0", 0.0)],
 )
-def test_the_reward_is_for_what_is_right_and_short(begun, text, reward):
+def test_reward_favors_right_and_short_answers(begun, text, reward):
     [prompt] = begun.task.sample(0, 1)
     graded = begun.task.reward(prompt, answer(text.format(prompt.answer)))
     assert graded.value == pytest.approx(reward)
 
 
 @pytest.mark.slow
-def test_its_training_goes_on_from_the_first_look_to_the_model(begun, model_dir, capsys):
+def test_starter_recipe_trains_evaluates_and_saves_a_model(begun, model_dir, capsys):
     assert train("recipe.toml", "--policy.model", model_dir, "--algorithm.steps", 1, "--run", "runs/first") == 0
     assert len(records(Path("runs/first/evals.jsonl"))) == 2
     assert Path("runs/first/model/config.json").is_file() and "failed" not in capsys.readouterr().out
 
 
-def test_it_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch, capsys):
+def test_init_prints_the_files_and_the_next_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cli.write_starter(Path("first"))
     *files, following = capsys.readouterr().out.splitlines()
@@ -69,7 +69,7 @@ def test_it_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name", cli.STARTER_FILES)
-def test_nothing_is_overwritten_and_then_nothing_written(name, tmp_path):
+def test_init_writes_nothing_if_a_file_exists(name, tmp_path):
     (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=f"^{tmp_path / name} already exists; nothing was written"):
         cli.write_starter(tmp_path)

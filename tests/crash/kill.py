@@ -1,10 +1,10 @@
-"""Kills runs with SIGKILL at random moments, resumes them to their end, and compares every bit with undisturbed runs.
+"""Kill runs with SIGKILL at random moments, resume them to their end, and compare every bit with undisturbed runs.
 
     python tests/crash/kill.py --points 40 --seed 0
 
 A point is a stage, one of its visits, and a share of the time that such a visit takes; "any" is a moment of the whole
-run. The processes are those that the command line starts; `marks/sitecustomize.py` has them tell where they are, so
-that the table says in which stage each of them died. Exit status 1 where a bit differs.
+run. The processes are those that the command line starts. They report their stages through `marks/sitecustomize.py`,
+so the table says in which stage each was killed. The exit status is 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ advantage = "centered"
 class Configuration(NamedTuple):
     settings: str = ""
     task: str = ""
-    """Stands between [task] and the settings of the task that is inside."""
+    """Inserted between [task] and the settings of the inner task."""
     inner: str = ""
     """Replaces the task of the recipe."""
     processes: int = 1
@@ -84,7 +84,7 @@ class Row(NamedTuple):
     name: str
     points: Counter[str]
     resumed: list[str]
-    """From which step, after each kill."""
+    """The step that each resumed run started from."""
     wrong: list[str]
 
 
@@ -93,11 +93,11 @@ class Row(NamedTuple):
 
 @dataclass
 class Subject:
-    """A configuration, as commands and folders."""
+    """A configuration with its commands and folders."""
 
     name: str
     folder: Path
-    """With recipe.toml and study.toml."""
+    """Contains recipe.toml and study.toml."""
     begin: Begin
 
     @property
@@ -105,7 +105,9 @@ class Subject:
         return CONFIGURATIONS[self.name]
 
     def command(self, into: Path) -> list[str]:
-        """What begins it or goes on with what is there: `--resume` for a checkpoint, else the same command again."""
+        """Return the command that starts the run or continues it: `--resume` if there is a checkpoint, else the first
+        one.
+        """
         start = [sys.executable, *LAUNCH[self.configuration.processes], "pellucid"]
         if self.configuration.study:
             return [*start, "study", str(self.folder / "study.toml"), "--into", str(into), "--keep-models"]
@@ -118,12 +120,12 @@ class Subject:
         return [into / variant / "seed-0" for variant in ("grpo", "centered")] if self.configuration.study else [into]
 
     def kept(self, into: Path) -> int:
-        """Steps that need not be taken again."""
+        """Return the number of steps that need not be repeated."""
         return sum(STEPS if (run_dir / "model").exists() else newest(run_dir) for run_dir in self.runs(into))
 
 
 def newest(run_dir: Path) -> int:
-    """The step of the last whole checkpoint, or 0."""
+    """Return the step of the last complete checkpoint, or 0."""
     return max((int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-*") if p.name[5:].isdigit()), default=0)
 
 
@@ -136,12 +138,12 @@ def trial(
     most: int = 2,
     begin: Begin = Popen,
 ) -> Row:
-    """Trains once undisturbed, then with so many kills, at `most` so many in the life of a run."""
+    """Train once undisturbed, then with `points` kills, at most `most` of them in one run."""
     subject = Subject(name, prepared(folder / name.replace(" ", "-"), CONFIGURATIONS[name]), begin)
     undisturbed = launch(subject.command(subject.folder / "whole"), subject.folder / "whole.log", begin)
     check(undisturbed.status == 0, subject.folder / "whole.log")
     row, aims = Row(name, Counter(), [], []), cycle(rng.sample(targets, len(targets)))
-    for life in range(4 * points):  # a kill that comes too late is no point
+    for life in range(4 * points):  # a kill that comes too late does not count
         if (left := points - row.points.total()) <= 0:
             break
         into = subject.folder / f"killed-{life}"
@@ -159,7 +161,7 @@ def lived(
     row: Row,
     rng: random.Random,
 ) -> list[str]:
-    """One run, killed and resumed to its end; in what it differs from the undisturbed one."""
+    """Kill and resume one run to its end. Return its differences from the undisturbed run."""
     log = into.with_suffix(".log")
     for _ in range(kills):
         kept = subject.kept(into)
@@ -176,7 +178,7 @@ def lived(
 
 
 def aimed(target: str, kept: int, total: int, undisturbed: Trace, rng: random.Random) -> Kill:
-    """A moment of what is left of a run of which so many steps are kept."""
+    """Return a random moment in the rest of a run of which `kept` steps are done."""
     left, everyone = 1 - kept / total, rng.random() < 0.5
     if target == "restore" and kept:
         return Kill("restore", 1, rng.random() * 0.02, everyone)
@@ -205,11 +207,11 @@ def prepared(folder: Path, configuration: Configuration) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------- the verdict
+# ---------------------------------------------------------------- comparison
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
-    """The files of which a bit differs, clocks aside, and those that nobody cleared away."""
+    """Return the files that differ, except in times, and the temporary files that are left."""
     files = sorted(path.relative_to(whole) for path in (whole / "model").rglob("*") if path.is_file())
     wrong = [str(file) for file in files if not same_bytes(whole / file, killed / file)]
     for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
@@ -222,7 +224,7 @@ def same_bytes(one: Path, two: Path) -> bool:
 
 
 def untimed(path: Path) -> list[str]:
-    """The lines of a file, to the last digit."""
+    """Return the lines of a file without times, at full precision."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [json.dumps({key: value for key, value in row.items() if not key.startswith(TIMED)}) for row in rows]
 

@@ -1,4 +1,4 @@
-"""A command with its marks (`marks/sitecustomize.py`), watched, and killed where it is told to be."""
+"""Launch a command with its marks (`marks/sitecustomize.py`), watch it, and kill it at a given point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 MARKS = Path(__file__).parent / "marks"
 PATIENCE = 120
-"""Seconds that a launch may go on after it was killed, or without a mark."""
+"""Seconds a launch may continue after it was killed, or without a mark."""
 
 
 class Process(Protocol):
@@ -27,31 +27,31 @@ class Process(Protocol):
 
 
 Begin = Callable[..., Process]
-"""Of a command, with `stdout`, `stderr` and `env`; subprocess.Popen is one."""
+"""Starts a command with `stdout`, `stderr` and `env`, like subprocess.Popen."""
 
 
 class Kill(NamedTuple):
-    """`delay` seconds into a visit, counted from 1, of a stage."""
+    """Kill a process `delay` seconds into a visit of a stage. Visits count from 1."""
 
     stage: str
     visit: int
     delay: float
     everyone: bool
-    """Whether the launcher and the other processes die at once."""
+    """Whether the launcher and the other processes are killed, too."""
 
 
 @dataclass
 class Trace:
-    """What the marks of one launch have told so far; the visits are those of the main process."""
+    """The marks of one launch so far. The visits are those of the main process."""
 
     stack: defaultdict[int, list[tuple[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    """The stages in which each process is, innermost last."""
+    """The current stages of each process, innermost last."""
     entered: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of the finished visits."""
+    """Durations of the finished visits."""
 
     def add(self, line: str) -> tuple[int, str, int] | None:
-        """The process, the stage and the number of the visit that begins with this mark."""
+        """Add a mark. Return the process, stage and number of the visit if it begins with this mark."""
         pid, rank, edge, stage = line.split()
         stack = self.stack[int(pid)]
         if edge == "+":
@@ -71,16 +71,16 @@ class Trace:
 class Ended(NamedTuple):
     status: int
     died: str
-    """The stage in which the process was killed; empty where none was."""
+    """The stage in which the process was killed, or "" if it was not killed."""
     trace: Trace
 
 
 def launch(command: Sequence[str], log: Path, begin: Begin, kill: Kill | None = None) -> Ended:
-    """Runs a command to its end, or to the kill."""
+    """Run a command until it ends or is killed."""
     pipe = log.with_suffix(".marks")
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
-    marks = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it has no end while nobody else writes
+    marks = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # also for writing, so that reads never hit the end
     paths = [str(MARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PELLUCID_MARKS": str(pipe)}
     with log.open("a") as output:
@@ -117,6 +117,6 @@ def end(process: Process, pids: Sequence[int]) -> None:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # it has ended by itself
+            continue  # it has already ended
     if process.pid in pids:
         process.wait()

@@ -1,10 +1,10 @@
-"""Resident memory of a run at 10%, 50% and 100% of its steps, read from outside. Exit status 1 where it has grown.
+"""Measure the resident memory of a run at 10%, 50% and 100% of its steps. The exit status is 1 if it has grown.
 
     python tests/crash/memory.py --steps 500 --within 0.03
     python tests/crash/memory.py recipes/arithmetic_hard.toml --steps 60 --within 0.05 [--section.key VALUE ...]
 
-Without a recipe it trains the tiny model of the tests. What counts for a share of the way is the median over the last
-fiftieth of the run before it: steps differ in their shapes.
+Without a recipe, the run trains the tiny model of the tests. The memory at each point is the median over the fiftieth
+of the run before it, because steps differ in their shapes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SHARES = (0.1, 0.5, 1.0)
 
 
 def resident_gb(pid: int) -> float:
-    """As /proc/PID/statm has it, in its second field, in pages; 0 where the process has ended."""
+    """Return the second field of /proc/PID/statm, which counts pages, in GB. It is 0 if the process has ended."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 def watched(command: Sequence[str], run_dir: Path, log: Path) -> dict[int, float]:
-    """Step -> resident memory in GB when its line was seen. SystemExit where the run fails."""
+    """Return step -> resident memory in GB when its line appeared. Raise SystemExit if the run fails."""
     seen: dict[int, float] = {}
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -47,7 +47,7 @@ def watched(command: Sequence[str], run_dir: Path, log: Path) -> dict[int, float
 
 
 def last_step(path: Path) -> int:
-    """Of the last whole line; 0 where there is none."""
+    """Return the step of the last complete line, or 0 if there is none."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

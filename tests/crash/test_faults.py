@@ -1,4 +1,4 @@
-"""Faults, each injected for real: docs/contributing/tests.md has a row for each."""
+"""Test faults that are injected for real. docs/contributing/tests.md has a row for each."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, model_dir):
-    """What nothing disturbed."""
+    """Return an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert train(tiny_recipe(folder / "tiny.toml", model_dir), "--run", folder / "run", *SETTINGS) == 0
     return folder / "run"
 
 
 def complaint(errors):
-    """The one line that is told; libraries draw progress bars when nobody has told them not to."""
+    """Return the only error line, ignoring the progress bars of libraries."""
     told = [line for line in errors.split("\n") if line and "it/s]" not in line]
     assert len(told) == 1, errors
     assert told[0].startswith("pellucid: ")
@@ -49,7 +49,7 @@ def complaint(errors):
 
 @contextmanager
 def largest_file(size):
-    """Writes beyond so many bytes of a file are refused by the system."""
+    """Make the system refuse writes beyond `size` bytes of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -59,7 +59,7 @@ def largest_file(size):
 
 
 def during(monkeypatch, owner, name, call, fault):
-    """So many calls of a function go well; the next is made under the fault."""
+    """Inject a fault into one call of a function, counted from 1."""
     function, calls = getattr(owner, name), []
 
     def called(*args, **settings):
@@ -74,7 +74,7 @@ def during(monkeypatch, owner, name, call, fault):
 
 @contextmanager
 def full_device(log, *_):
-    """metrics.jsonl lies on a device that has no room."""
+    """Put metrics.jsonl on a full device."""
     path = log.run_dir / "metrics.jsonl"
     kept = path.rename(path.with_name("kept"))
     path.symlink_to("/dev/full")
@@ -96,7 +96,7 @@ WRITES = {
     **{f"file {n} of a checkpoint": (checkpoint, "save_file", 4 + n, no_room) for n in range(1, 5)},
     "state.json": (Path, "write_text", 4, no_room),
     "SHA256SUMS": (Path, "write_text", 5, no_room),
-    "model": (Policy, "save", 2, no_room),  # the first saves the best model
+    "model": (Policy, "save", 2, no_room),  # the first call saves the best model
 }
 SHOWN = {
     "tensorboard": (loggers.TensorBoardLogger, "log", 4, no_room),
@@ -105,9 +105,11 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("write", mostly_slow(WRITES, every=6))
-def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path, monkeypatch, capsys, whole, write):
+def test_full_disk_at_any_write_ends_with_one_line_and_loses_nothing(
+    recipe, tmp_path, monkeypatch, capsys, whole, write
+):
     run_dir = tmp_path / "run"
-    # TensorBoard's thread writes when it likes: on a busy machine under the fault, too.
+    # TensorBoard writes from its own thread, so on a busy machine it could write during the fault.
     command = [recipe, "--run", run_dir, *SETTINGS, "--log.no-tensorboard"]
     with monkeypatch.context() as patched:
         during(patched, *WRITES[write])
@@ -119,7 +121,7 @@ def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_later(
+def test_full_disk_at_a_token_file_ends_with_one_line_and_later_steps_are_kept(
     recipe, tmp_path, monkeypatch, capsys, whole
 ):
     run_dir = tmp_path / "run"
@@ -138,7 +140,7 @@ def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_la
 
 @pytest.mark.slow
 @pytest.mark.parametrize("write", SHOWN)
-def test_a_full_disk_where_a_run_is_only_shown_costs_a_line(recipe, tmp_path, monkeypatch, capsys, whole, write):
+def test_full_disk_for_reports_is_a_one_line_warning(recipe, tmp_path, monkeypatch, capsys, whole, write):
     during(monkeypatch, *SHOWN[write])
     assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 0
     told = capsys.readouterr()
@@ -157,7 +159,7 @@ ON_POLICY = ["--algorithm.epochs", 1, "--algorithm.minibatches", 1, "--algorithm
 
 
 def starved(monkeypatch, when):
-    """The allocator refuses, in its own words, what the forward passes ask for of which `when` says so."""
+    """Make the allocator refuse memory in every forward pass for whose number of rows `when` is true."""
     score = Policy.score
 
     def scored(self, batch):
@@ -171,14 +173,14 @@ def starved(monkeypatch, when):
 
 @pytest.fixture
 def in_fours(recipe, tmp_path):
-    """A run whose micro-batches have four rows from the start."""
+    """Return a run whose micro-batches have four rows from the start."""
     run_dir = tmp_path / "fours"
     assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 4) == 0
     return run_dir
 
 
 @pytest.mark.slow
-def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys, in_fours):
+def test_step_that_exceeds_memory_is_repeated_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys, in_fours):
     run_dir, calls, update = tmp_path / "run", iter(range(100)), run.grpo.update_policy
 
     def dying(*arguments):
@@ -187,7 +189,7 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
         return update(*arguments)
 
     with monkeypatch.context() as patched:
-        starved(patched, lambda rows: next(calls) == 1)  # the gradients of the first micro-batch are there
+        starved(patched, lambda rows: next(calls) == 1)  # the first micro-batch already has its gradients
         patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 8) == 130
     ran_out = "! memory ran out with 8 rows in a forward pass: 4 from now on, as with algorithm.micro_batch = 4"
@@ -198,7 +200,7 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
 
 
 @pytest.mark.slow
-def test_old_log_probs_too_are_computed_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys):
+def test_old_log_probs_are_also_computed_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys):
     small, large = tmp_path / "small", tmp_path / "large"
     assert train(recipe, "--run", small, *SETTINGS, "--algorithm.micro_batch", 2) == 0
     starved(monkeypatch, lambda rows: rows > 3)
@@ -207,7 +209,7 @@ def test_old_log_probs_too_are_computed_in_smaller_parts(recipe, tmp_path, monke
     same_run(small, large)
 
 
-def test_a_row_that_does_not_fit_is_told_with_what_would_make_room(recipe, tmp_path, monkeypatch, capsys):
+def test_row_that_does_not_fit_raises_an_error_with_a_fix(recipe, tmp_path, monkeypatch, capsys):
     starved(monkeypatch, lambda rows: True)
     assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 2
     said = complaint(capsys.readouterr().err)
@@ -215,7 +217,7 @@ def test_a_row_that_does_not_fit_is_told_with_what_would_make_room(recipe, tmp_p
     assert "policy.gradient_checkpointing" not in said, "it would save nothing with one small row"
 
 
-def test_what_once_did_not_fit_is_not_tried_again_and_less_is_not_made_more():
+def test_size_that_did_not_fit_is_not_tried_again():
     runtime = Runtime(make_policy(), AdamWConfig(), total_updates=1)
     refused = []
 
@@ -229,7 +231,7 @@ def test_what_once_did_not_fit_is_not_tried_again_and_less_is_not_made_more():
     assert refused == [12, 6]
 
 
-def test_what_is_no_lack_of_memory_is_not_taken_for_it(recipe, tmp_path, monkeypatch):
+def test_other_runtime_errors_are_not_treated_as_lack_of_memory(recipe, tmp_path, monkeypatch):
     def mistaken(self, batch):
         return torch.zeros(2) @ torch.zeros(3)
 
@@ -242,12 +244,12 @@ def test_what_is_no_lack_of_memory_is_not_taken_for_it(recipe, tmp_path, monkeyp
 
 
 def bound_by_permissions():
-    """In the child: root, too, is refused what the permissions refuse."""
+    """Run in the child: make file permissions apply to root, too."""
     drop_bound, override_permissions = 24, 1  # sys/prctl.h, linux/capability.h
     ctypes.CDLL(None).prctl(drop_bound, override_permissions)
 
 
-def test_a_read_only_folder_is_one_line(recipe, tmp_path):
+def test_read_only_folder_ends_with_one_line(recipe, tmp_path):
     (tmp_path / "shut").mkdir(mode=0o555)
     refused = subprocess.run(
         [*PELLUCID, "train", recipe, "--run", tmp_path / "shut" / "run"],
@@ -266,7 +268,7 @@ def test_a_read_only_folder_is_one_line(recipe, tmp_path):
 
 
 def signalled(monkeypatch, call, *signals):
-    """So many updates go well; in the next these signals arrive, one after the other."""
+    """Send these signals, one after the other, during one update, counted from 1."""
 
     @contextmanager
     def arriving(*_):
@@ -289,7 +291,7 @@ def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(recipe, tmp_path, monkeypatch, whole):
+def test_second_ctrl_c_ends_at_once_and_the_run_resumes_from_its_checkpoint(recipe, tmp_path, monkeypatch, whole):
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
         signalled(patched, 4, signal.SIGINT, signal.SIGINT)
@@ -301,7 +303,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(re
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_path, whole):
+def test_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_path, whole):
     run_dir = tmp_path / "run"
     process = Forked("-m", "pellucid", "train", recipe, "--run", run_dir, *SETTINGS)
     until(lambda: steps_of(run_dir) >= 2, process)
@@ -313,8 +315,8 @@ def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_path, monkeypatch, whole):
-    """After the last step no other save clears it away."""
+def test_remains_of_an_old_checkpoint_are_removed_on_resume(recipe, tmp_path, monkeypatch, whole):
+    """After the last step, no other save would remove them."""
     run_dir = tmp_path / "run"
 
     @contextmanager
@@ -336,7 +338,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_pa
 
 
 def ranks(tmp_path, arguments, program=("-m", "pellucid")):
-    """Two processes as torchrun starts them, each with an error stream of its own."""
+    """Start two processes as torchrun does, each with its own error file."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -358,7 +360,7 @@ def ranks(tmp_path, arguments, program=("-m", "pellucid")):
         pytest.param("deepspeed", 1, signal.SIGKILL, marks=pytest.mark.deepspeed),
     ],
 )
-def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_path, engine, victim, fault):
+def test_other_processes_end_with_one_line_if_one_dies_or_hangs(recipe, tmp_path, engine, victim, fault):
     run_dir, patience = tmp_path / "run", 10.0 if fault == signal.SIGKILL else 0.05
     arguments = ["train", recipe, "--run", run_dir, "--algorithm.steps", 2000, "--checkpoint.every", 1]
     both = ranks(tmp_path, [*arguments, "--runtime.engine", engine, "--runtime.timeout", patience])
@@ -394,7 +396,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_of_several_processes_the_one_without_memory_names_the_mend_and_all_end(recipe, tmp_path):
+def test_rank_without_memory_names_the_fix_and_all_ranks_end(recipe, tmp_path):
     arguments = ["train", recipe, "--run", tmp_path / "run", *SETTINGS, "--algorithm.micro_batch", 3]
     (tmp_path / "starved.py").write_text(STARVED)
     both = ranks(tmp_path, arguments, [tmp_path / "starved.py"])

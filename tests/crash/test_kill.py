@@ -1,4 +1,4 @@
-"""The short form of `kill.py`: one run, killed while it saves and, resumed, while it updates."""
+"""Test one run that is killed while it saves and, after a resume, while it updates: the short form of `kill.py`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from forked import Forked
 
 
 def begun(command, **settings):
-    """As `python -m pellucid ...`, forked."""
+    """Run `python -m pellucid ...` in a fork."""
     assert command[1:3] == ["-m", "pellucid"]
     return Forked(MARKS / "marked.py", *command[3:], **settings)
 
 
 @pytest.mark.slow
-def test_a_run_killed_twice_comes_to_the_same_bits(tmp_path):
+def test_run_killed_twice_gives_identical_results(tmp_path):
     row = kill.trial("replay", tmp_path, 2, random.Random(50), ("save", "update"), begin=begun)
     assert row.wrong == []
     assert len(row.resumed) == 2

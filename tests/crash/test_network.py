@@ -1,4 +1,4 @@
-"""Two hosts with a cable between them, as network namespaces: `make network`, as root, since it adds interfaces."""
+"""Test runs on two hosts with a cable between them, simulated by network namespaces. Run `make network` as root."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 HOSTS = {"pellucid-0": "10.213.7.1", "pellucid-1": "10.213.7.2"}
 ENGINES = ["ddp", "fsdp2"]
 PATIENCE = 0.5
-"""Minutes of runtime.timeout: longer than a cut of ten seconds and the pause after which TCP tries again."""
+"""Minutes of `runtime.timeout`: longer than a cut of ten seconds and the pause after which TCP retries."""
 
 
 def ip(*arguments):
@@ -56,7 +56,7 @@ def cable(state):
 
 @contextmanager
 def on_both(folder, *arguments):
-    """A process on each host, as two launchers of torchrun start them, each with an error stream of its own."""
+    """Start a process on each host, as two torchrun launchers do, each with its own error file."""
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS["pellucid-0"], "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     processes = []
     for rank, name in enumerate(HOSTS):
@@ -74,7 +74,7 @@ def on_both(folder, *arguments):
 
 @contextmanager
 def ranks_in(name, told, *arguments):
-    """Two processes of one run on the same host; they write to files beside each other."""
+    """Start two processes of one run on the same host, each with its own output file."""
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(2):
@@ -116,18 +116,16 @@ def in_host(name, *command, output=subprocess.DEVNULL):
         (("pellucid-0", "pellucid-1"), "rows go to the others"),
     ],
 )
-def test_servers_behind_a_cable_that_is_cut_in_the_middle_of_a_run_cost_time_alone(
-    homes, says, ahead, recipe, hosts, tmp_path
-):
+def test_run_survives_a_cable_cut_to_its_servers(homes, says, ahead, recipe, hosts, tmp_path):
     servers = [(name, HOSTS[name], 8001 + i) for i, name in enumerate(homes)]
-    # Half a second a step: a run that goes on without the server outlasts the cut.
+    # With half a second per step, a run that continues without the server outlasts the cut.
     settings = ["--algorithm.steps", 80, "--evaluate.every", 0, "--sampler.name", "vllm", "--sampler.timeout", 2]
     settings += ["--sampler.ahead", ahead, "--sampler.urls", *(f"http://{host}:{port}" for _, host, port in servers)]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with ExitStack() as started, (tmp_path / "said").open("w") as said:
         for name, host, port in servers:
             started.enter_context(in_host(name, sampler_process.__file__, port, 1, host))
-        time.sleep(20)  # they import torch
+        time.sleep(20)  # the servers import torch
         with in_host("pellucid-0", "-m", "pellucid", "train", recipe, "--run", whole, *settings) as run:
             assert run.wait(timeout=200) == 0
         with in_host("pellucid-0", "-m", "pellucid", "train", recipe, "--run", cut, *settings, output=said) as run:
@@ -152,8 +150,8 @@ def test_servers_behind_a_cable_that_is_cut_in_the_middle_of_a_run_cost_time_alo
         (("pellucid-0", "pellucid-1"), "rows go to the others"),
     ],
 )
-def test_servers_behind_a_cut_cable_cost_several_ranks_time_alone(homes, says, engine, ahead, recipe, hosts, tmp_path):
-    """Rank 0, which pushes, and the other sample from them; both go on when the cable is back."""
+def test_run_with_two_ranks_survives_a_cable_cut_to_its_servers(homes, says, engine, ahead, recipe, hosts, tmp_path):
+    """Both ranks sample from the servers, and rank 0 also pushes weights. Both continue when the cable is back."""
     servers = [(name, HOSTS[name], 8001 + i) for i, name in enumerate(homes)]
     settings = ["--algorithm.steps", 60, "--evaluate.every", 0, "--sampler.name", "vllm", "--sampler.timeout", 2]
     settings += ["--runtime.engine", engine, "--runtime.timeout", PATIENCE, "--sampler.ahead", ahead]
@@ -162,7 +160,7 @@ def test_servers_behind_a_cut_cable_cost_several_ranks_time_alone(homes, says, e
     with ExitStack() as started:
         for name, host, port in servers:
             started.enter_context(in_host(name, sampler_process.__file__, port, 1, host))
-        time.sleep(20)  # they import torch
+        time.sleep(20)  # the servers import torch
         with ranks_in("pellucid-0", tmp_path / "told-whole", "train", recipe, "--run", whole, *settings) as run:
             assert [rank.wait(timeout=300) for rank in run] == [0, 0]
         with ranks_in("pellucid-0", tmp_path / "told-cut", "train", recipe, "--run", cut, *settings) as run:
@@ -181,9 +179,7 @@ def test_servers_behind_a_cut_cable_cost_several_ranks_time_alone(homes, says, e
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_cable_cut_for_ten_seconds_costs_time_alone_and_what_is_cut_for_good_goes_on_to_the_same_bits(
-    engine, recipe, hosts, tmp_path
-):
+def test_short_cable_cut_is_survived_and_a_permanent_one_can_be_resumed(engine, recipe, hosts, tmp_path):
     settings = ["--algorithm.steps", 60, "--checkpoint.every", 1, "--evaluate.every", 0]
     settings += ["--runtime.engine", engine, "--runtime.timeout", PATIENCE]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Servers and ranks that are killed in the middle of a push: the others go on, or end with one line and are resumed."""
+"""Test servers and ranks that are killed during a push: the others continue, or end with one line and can resume."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def served(pair, engine, *more):
 
 @contextmanager
 def two_ranks(folder, victim, number, url, *arguments):
-    """The processes of a run, one of which kills a server, or itself, in its so-manyth push to this server."""
+    """Start a run whose processes kill a server or themselves in push `number` to this server."""
     (folder / "pushes.py").write_text(SCRIPT)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -122,7 +122,7 @@ def _on_cpus(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(pair, tmp_path_factory):
-    """Runs that nothing disturbed, by their settings."""
+    """Return a function that gives the uninterrupted run with these settings."""
     made = {}
 
     def run(recipe, engine, *more):
@@ -136,9 +136,7 @@ def whole(pair, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_server_that_is_killed_in_the_middle_of_a_push_costs_nothing_and_comes_back(
-    engine, pair, recipe, tmp_path, whole
-):
+def test_server_killed_during_a_push_comes_back_without_loss(engine, pair, recipe, tmp_path, whole):
     run_dir, right = tmp_path / "run", whole(recipe, engine, "--sampler.ahead", 0)
     arguments = ["train", recipe, "--run", run_dir, *served(pair, engine)]
     with two_ranks(tmp_path, pair[0].process.pid, 3, pair[0].url, *arguments) as processes:
@@ -153,11 +151,11 @@ def test_a_server_that_is_killed_in_the_middle_of_a_push_costs_nothing_and_comes
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("rank", "ahead"), [(0, 0), (1, 0), (0, 1)])
-def test_a_rank_that_is_killed_in_the_middle_of_a_push_ends_the_others_with_one_line_and_the_run_goes_on(
+def test_rank_killed_during_a_push_ends_the_others_and_the_run_can_be_resumed(
     rank, ahead, engine, pair, recipe, tmp_path, whole
 ):
-    """Rank 0 while it sends a part of the weights, the other while it takes part in gathering them. Rollouts that ranks
-    have sampled ahead are in the checkpoint.
+    """Rank 0 is killed while it sends a part of the weights, rank 1 while it takes part in gathering them. The
+    checkpoint contains rollouts that ranks have sampled ahead.
     """
     more = ["--sampler.ahead", ahead]
     run_dir, right = tmp_path / "run", whole(recipe, engine, *more)

@@ -1,6 +1,8 @@
-"""Three steps on engines: python engines.py FOLDER CASE;CASE NAME=ENGINE/SHARDS ..., by torchrun.
+"""Train three steps on engines.
 
-What was said between the processes, "gloo" or "nccl", is printed.
+Usage, with torchrun: python engines.py FOLDER CASE;CASE NAME=ENGINE/SHARDS ...
+
+Prints the backend of the process group, "gloo" or "nccl".
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ ON_A_GPU = {"llama, cuda": {"device": "cuda"}}
 
 
 APART = ("llama, bf16", "llama, bf16, recomputed", "llama, generate()")
-"""Norms are rounded in a layer of the first two; draws of the last depend on the rows beside them."""
+"""Cases whose parameters are not compared: the first two round norms in a layer, and the draws of the last depend on
+the rows beside them.
+"""
 
 
 def policy_of(
@@ -76,7 +80,7 @@ def policy_of(
 
 
 def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
-    """The runtime after three steps, and their metrics."""
+    """Return the runtime after three steps, and the metrics of the steps."""
     policy = policy_of(**facts)
     cfg = GRPOConfig(
         steps=3,
@@ -109,8 +113,9 @@ def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
 
 
 def rough_steps(config, world):
-    """What is trained after a step, one whose gradient is 0, one whose gradient is no number, and another step; and
-    what they said. In each of `world` processes the same batch."""
+    """Return the trained parameters after a normal step, a step with gradient 0, a step with gradient NaN, and another
+    normal step, with the metrics of these steps. Each of `world` processes has the same batch.
+    """
     policy = policy_of()
     runtime = Runtime(policy, AdamWConfig(lr=1e-2, eps=1e-4), 8, config)
     completions = tuple(Completion((1 + g, 2, 3 + g), (-1.0,) * 3, "", True) for g in range(2))
@@ -125,8 +130,8 @@ def rough_steps(config, world):
 
 
 def tensors_of(runtime, metrics):
-    """What is trained, whole; norms of gradients; the gap of sampled to scored log-probs; how many numbers are kept,
-    and how many of cast weights.
+    """Return the unsharded trained parameters, the norms of gradients, the gap between sampled and scored log-probs,
+    and how many elements of weights, moments and cast weights this process keeps.
     """
     engine, decoder = runtime.engine, runtime.policy.decoder
     tensors = {name: gather_full_tensor(p.detach()).clone() for name, p in engine.masters().items()}
@@ -139,16 +144,16 @@ def tensors_of(runtime, metrics):
 
 
 def numbers(tensors):
-    """How many of them this process keeps."""
+    """Return how many elements of these tensors this process keeps."""
     local = [x.to_local() if isinstance(x, DTensor) else getattr(x, "ds_tensor", x) for x in tensors]
     return sum(x.numel() for x in local)
 
 
 def same_steps(found, expected, shares, where):
-    """fp32, every parameter; and each process keeps its share of weights and moments, but for the last few rows, and
-    nothing of weights that are gathered for a while.
+    """Compare every parameter in fp32. Also check that each process keeps its share of weights and moments, except for
+    the last few rows, and no weights that are gathered only temporarily.
 
-    The matrices of an adapter have too few rows for that.
+    The matrices of an adapter have too few rows for the check of moments.
     """
     assert found.keys() == expected.keys()
     assert expected["grad_norm"].min() > 1e-3
@@ -167,7 +172,7 @@ def same_steps(found, expected, shares, where):
 
 
 def main(folder, cases, *engines):
-    deepspeed.PERSISTENCE_THRESHOLD_ELEMENTS = 0  # every parameter of these models would be small enough to stay whole
+    deepspeed.PERSISTENCE_THRESHOLD_ELEMENTS = 0  # models this small would not be sharded otherwise
     for named in engines:
         label, _, engine = named.partition("=")
         engine, _, number = engine.partition("/")

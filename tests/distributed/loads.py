@@ -1,4 +1,6 @@
-"""Loads models shard by shard and whole, and compares them: python loads.py ENGINE/SHARDS CASE=FOLDER ..., by torchrun.
+"""Load models shard by shard and in full, and compare them.
+
+Usage, with torchrun: python loads.py ENGINE/SHARDS CASE=FOLDER ...
 
 A stand-in for safetensors counts the rows that are read.
 """
@@ -41,7 +43,7 @@ CASES = {
 
 
 class Counting:
-    """Counts the elements that are read of each tensor, of all files together."""
+    """Count the elements that are read of each tensor, over all files."""
 
     def __init__(self, monkey):
         self.read = Counter()
@@ -89,7 +91,7 @@ def same_buffers(found, expected):
 
 
 def same_shards(engine, policy, whole, where):
-    """Each parameter of this process is its slice of the whole one, bit by bit, and frozen or not as that is."""
+    """Check that each parameter of this process is exactly its slice of the full one, with the same `requires_grad`."""
     expected, found = dict(whole.model.named_parameters()), dict(policy.model.named_parameters())
     assert found.keys() == expected.keys()
     for name, p in found.items():
@@ -103,7 +105,7 @@ def same_shards(engine, policy, whole, where):
 
 
 def same_partitions(engine, policy, whole, where):
-    """The same with ZeRO-3: the flat partition, rounded to the compute dtype, and the masters, which are not."""
+    """Check ZeRO-3: the flat partition, rounded to the compute dtype, and the masters, which are not rounded."""
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     expected = dict(whole.model.named_parameters())
     for name, p in policy.model.named_parameters():
@@ -119,7 +121,9 @@ def same_partitions(engine, policy, whole, where):
 
 
 def counted(policy, read, processes, where, reads):
-    """No process reads more than its share of a tensor, up to the rows that do not divide, or one that two share."""
+    """Check that no process reads more than its share of a tensor, except for rows that do not divide evenly or are
+    shared by two processes.
+    """
     shapes = {name.replace(".base_layer", ""): p for name, p in policy.model.named_parameters() if "lora_" not in name}
     assert read.keys() <= shapes.keys(), where
     for name, p in shapes.items():
@@ -141,7 +145,7 @@ def main(named, *cases):
         name, _, folder = case.partition("=")
         counter.read.clear()
         if torch.distributed.get_rank() == 0:
-            locate_model(folder)  # transformers converts files of GGUF in the first process alone
+            locate_model(folder)  # transformers converts GGUF files only in the first process
         torch.distributed.barrier()
         policy, state = load(folder, True, **CASES[name])
         assert policy.stored_weights, (case, policy.stored_weights.reason)
@@ -156,7 +160,7 @@ def main(named, *cases):
         # ZeRO-3 reads masters and, if they differ, rounded weights.
         counted(policy, counter.read, processes, case, 2 if engine == "deepspeed" else 1)
         same(runtime.engine, policy, whole, case)
-        if not folder.endswith(".gguf"):  # of bytes, which get no reward
+        if not folder.endswith(".gguf"):  # its tokens are bytes, which earn no reward
             same_training(runtime, policy, whole, config, case)
         if "lora" not in name:
             same_reference(runtime, folder, engine, same, case, **CASES[name])
@@ -164,7 +168,7 @@ def main(named, *cases):
 
 
 def same_training(runtime, policy, whole, config, where):
-    """Three steps, bit by bit."""
+    """Compare three steps exactly."""
     other = Runtime(whole, AdamWConfig(lr=1e-3, eps=1e-4), 3, config)
     cfg = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, advantage="centered", max_length=12, micro_batch=3)
     for each in (runtime, other):
@@ -181,7 +185,7 @@ def same_training(runtime, policy, whole, config, where):
 
 
 def same_reference(runtime, folder, engine, same, where, dtype=torch.float32):
-    """A frozen one: FSDP2 shards it in fp32, ZeRO-3 in the compute dtype."""
+    """Check a frozen reference, which FSDP2 shards in fp32 and ZeRO-3 in the compute dtype."""
     options = {"keep_fp32": engine == "fsdp2"}
     reference = load_frozen_policy(folder, CPU, dtype, 1.0, leave_weights_in_files=True, **options)
     whole = load_frozen_policy(folder, CPU, dtype, 1.0, **options)

@@ -1,7 +1,7 @@
-"""Whole commands on a device that says it is CUDA. test_pretended_cuda.py runs this file in a process of its own.
+"""Test whole commands on a simulated device of type CUDA. test_pretended_cuda.py runs this file in a separate process.
 
-Every branch of the package on a device of type "cuda" is taken here, in test_waits.py, in test_graphs.py or in
-models/on_cuda_counts.py, except the one of vLLM (rollout/test_vllm.py).
+This file, test_waits.py, test_graphs.py and models/on_cuda_counts.py take every branch of the package for a device of
+type "cuda", except the one of vLLM (rollout/test_vllm.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BRIEF = ("--algorithm.steps", 3, "--evaluate.every", 3, "--checkpoint.every", 2)
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """A compiler that must not be asked: the file exists if it was. Nothing compiled is found in the cache."""
+    """Install a compiler that must not be called and an empty cache. Return a path that exists if it was called."""
     asked, program = tmp_path / "asked", tmp_path / "compiler"
     program.write_text(f"#!/bin/sh\necho $@ >> {asked}\nexit 1\n")
     program.chmod(0o755)
@@ -34,8 +34,8 @@ def compiler(tmp_path, monkeypatch):
     return asked
 
 
-def test_a_run_trains_from_the_first_step_to_the_report(gpu, pretended, compiler, recipe, tmp_path, monkeypatch, capfd):
-    """In bf16, with graphs and flash attention, and without the C++ that a CPU runs."""
+def test_run_trains_from_the_first_step_to_the_report(gpu, pretended, compiler, recipe, tmp_path, monkeypatch, capfd):
+    """The run uses bf16, graphs and flash attention, and none of the C++ for CPUs."""
     at_home(monkeypatch)
     assert train(recipe, "--run", tmp_path / "run", "--policy.device", "auto", "--policy.dtype", "auto", *BRIEF) == 0
     said = capfd.readouterr()
@@ -57,7 +57,7 @@ def test_a_run_trains_from_the_first_step_to_the_report(gpu, pretended, compiler
     assert not [line for line in gpu.addresses if line.startswith(compiled)], "C++ runs on the host"
 
 
-def test_the_report_of_a_run_is_made_after_a_resume(gpu, recipe, tmp_path, monkeypatch):
+def test_report_is_written_after_a_resume(gpu, recipe, tmp_path, monkeypatch):
     at_home(monkeypatch)
     run = tmp_path / "run"
     settings = ("--policy.device", "cuda", "--policy.deterministic", "--policy.dtype", "float16")
@@ -75,7 +75,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_ways_of_training_on_cuda(way, gpu, recipe, tmp_path, monkeypatch):
+def test_training_settings_work_on_cuda(way, gpu, recipe, tmp_path, monkeypatch):
     at_home(monkeypatch)
     assert train(recipe, "--run", tmp_path / "run", "--policy.device", "cuda", *BRIEF, *way) == 0
     assert all(row["grad_norm"] > 0 for row in records(tmp_path / "run/metrics.jsonl"))
@@ -83,15 +83,15 @@ def test_ways_of_training_on_cuda(way, gpu, recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_random_state_of_the_gpu_is_saved_and_restored():
+def test_random_state_of_the_gpu_is_saved_and_restored():
     state = checkpoint.get_random_state()
     torch.cuda.set_rng_state(torch.full((16,), 7, dtype=torch.uint8))
     checkpoint.restore_random_state(state)
     assert torch.cuda.get_rng_state().tolist() == [0] * 16
 
 
-def test_a_run_that_runs_out_of_memory_halves_its_micro_batches(pretended, recipe, tmp_path, monkeypatch, capfd):
-    """And has the numbers of one with memory enough, but for rounding."""
+def test_run_out_of_memory_halves_its_micro_batches(pretended, recipe, tmp_path, monkeypatch, capfd):
+    """Its numbers equal those of a run with enough memory, up to rounding."""
     at_home(monkeypatch)
     settings = ("--policy.device", "cuda", *BRIEF, "--algorithm.steps", 1, "--algorithm.micro-batch", 16)
     with Device() as gpu:
@@ -107,7 +107,7 @@ def test_a_run_that_runs_out_of_memory_halves_its_micro_batches(pretended, recip
     assert scarce["grad_norm"] == pytest.approx(ample["grad_norm"], rel=1e-4)
 
 
-def test_a_copy_from_pinned_memory_does_not_wait_and_one_to_it_arrives_later(gpu):
+def test_copies_from_pinned_memory_do_not_wait_and_copies_to_it_arrive_later(gpu):
     large = torch.ones(STAGED_BYTES)
     assert not large.is_pinned()
     x = large.pin_memory().to(DEVICE, non_blocking=True)
@@ -120,7 +120,7 @@ def test_a_copy_from_pinned_memory_does_not_wait_and_one_to_it_arrives_later(gpu
     assert gpu.waits.total() == 1
 
 
-def test_a_process_of_a_launcher_joins_over_nccl(gpu, monkeypatch):
+def test_launched_process_joins_over_nccl(gpu, monkeypatch):
     joined = []
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda backend, timeout: joined.append(backend))
@@ -129,13 +129,13 @@ def test_a_process_of_a_launcher_joins_over_nccl(gpu, monkeypatch):
     assert joined == ["cpu:gloo,cuda:nccl"]
 
 
-def test_the_plan_is_compared_with_the_memory_of_the_gpu(recipe, capsys):
+def test_memory_plan_is_compared_with_the_memory_of_the_gpu(recipe, capsys):
     with Device(memory_bytes=24 * 10**9):
         assert doctor.print_memory_plan(load_config(recipe, ["--policy.device", "cuda"])) == 0
         assert "Verdict for this GPU: fits" in capsys.readouterr().out
 
 
-def test_doctor_says_how_the_gpu_decodes(gpu, compiler):
+def test_doctor_reports_how_the_gpu_decodes(gpu, compiler):
     said = dict(doctor.collect_findings())
     assert said["gpus"] == "a pretended GPU"
     assert said["auto"] == f"device {DEVICE}, dtype bfloat16"
@@ -144,14 +144,14 @@ def test_doctor_says_how_the_gpu_decodes(gpu, compiler):
     assert not compiler.exists()
 
 
-def test_doctor_says_why_the_gpu_decodes_without_graphs(gpu, pretended):
+def test_doctor_reports_why_the_gpu_decodes_without_graphs(gpu, pretended):
     pretended.refuse_from = 1
     said = dict(doctor.collect_findings())
     assert said["decoding"] == f"by torch's operators: tokens are decoded without a CUDA graph: {REFUSED}"
 
 
-def test_a_gpu_that_refuses_flash_attention_goes_another_way(gpu, monkeypatch):
-    """As one that is too old."""
+def test_gpu_without_flash_attention_uses_the_operators(gpu, monkeypatch):
+    """An old GPU raises this error."""
     forward = torch.ops.aten._flash_attention_forward.default
 
     def refusing(*about, **how):

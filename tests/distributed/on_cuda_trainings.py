@@ -1,4 +1,4 @@
-"""Trainings on a device that says it is CUDA beside those of the CPU. test_pretended_cuda.py runs this file."""
+"""Test training on a simulated device of type CUDA against the CPU. test_pretended_cuda.py runs this file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("settings", TRAININGS.values(), ids=TRAININGS)
-def test_a_training_has_the_metrics_and_weights_of_the_cpu(settings, pretended, recipe, tmp_path, monkeypatch):
-    """In fp32: the same tokens, and everything else up to the rounding of sums in another order."""
+def test_training_has_the_metrics_and_weights_of_the_cpu(settings, pretended, recipe, tmp_path, monkeypatch):
+    """In fp32 the tokens are the same, and everything else differs only by the order of summation."""
     at_home(monkeypatch)
     there, here = tmp_path / "cuda", tmp_path / "cpu"
     for run in (there, here):
-        AcceleratorState._reset_state(reset_partial_state=True)  # else it refuses another type of device
+        AcceleratorState._reset_state(reset_partial_state=True)  # otherwise it refuses another type of device
         words = ("--policy.device", run.name, "--policy.dtype", "float32", "--optimizer.lr", 1e-3, *BRIEF, *settings)
         with Device() if run is there else nullcontext():
             assert train(recipe, "--run", run, *words) == 0
@@ -43,7 +43,7 @@ def test_a_training_has_the_metrics_and_weights_of_the_cpu(settings, pretended, 
 
 
 def assert_same_values(found, expected, relative):
-    """Floats may differ by a share, or by 1e-5; all else is equal."""
+    """Assert that floats agree to a relative tolerance or to 1e-5, and that everything else is equal."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         found, expected = list(found.values()), list(expected.values())

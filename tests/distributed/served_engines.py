@@ -1,6 +1,8 @@
-"""Three steps on engines, sampled by servers: python served_engines.py FOLDER URL,URL CASE;CASE NAME=ENGINE/N ...
+"""Train three steps on engines, sampled by servers.
 
-Without an address, vLLM samples in each process. The parameters and the tokens of the last step are saved by rank 0.
+Usage: python served_engines.py FOLDER URL,URL CASE;CASE NAME=ENGINE/N ...
+
+Without a URL, vLLM samples in each process. Rank 0 saves the parameters and the tokens of the last step.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ WIDE = {
     f"wide, {name}": {"architecture": "llama, heads of 64", **CASES[name]}
     for name in ("llama", "adapter, alone", "ahead")
 }
-"""Heads as wide as vLLM needs them."""
+"""Heads as wide as vLLM requires."""
 
 
 def trained(runtime_config, urls, adapter="merged", ahead=False, part_bytes=2**28, client="vllm", **facts):
-    """Every trained parameter after three steps, whole, with the first tokens of each completion of the last."""
+    """Return every trained parameter after three steps, unsharded, and the first tokens of the last completions."""
     vllm_client.MAX_PART_BYTES = part_bytes
     policy = policy_of(**facts)
     cfg = GRPOConfig(
@@ -67,7 +69,7 @@ def trained(runtime_config, urls, adapter="merged", ahead=False, part_bytes=2**2
 
 
 def main(folder, urls, cases, *engines):
-    deepspeed.PERSISTENCE_THRESHOLD_ELEMENTS = 0  # every parameter of these models would be small enough to stay whole
+    deepspeed.PERSISTENCE_THRESHOLD_ELEMENTS = 0  # models this small would not be sharded otherwise
     for named in engines:
         label, _, engine = named.partition("=")
         engine, _, number = engine.partition("/")

@@ -1,4 +1,4 @@
-"""On a GPU: placement, a resumed run to the bit, and NCCL. Everything else about devices is in test_device.py."""
+"""Test placement, exact resumption and NCCL on a GPU. Other tests of devices are in test_device.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 
 def train(*arguments):
-    """In a process of its own: cuBLAS reads its environment when it starts."""
+    """Train in a separate process, because cuBLAS reads its environment when it starts."""
     environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     done = ran(*TRAIN, *arguments, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE)
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(recipe, tmp_path, more):
+def test_resumed_run_equals_an_uninterrupted_run_exactly(recipe, tmp_path, more):
     settings = ("--policy.device", "cuda", "--policy.deterministic", "--optimizer.schedule", "constant", *more)
     settings += ("--evaluate.every", 1, "--checkpoint.every", 1)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
@@ -67,9 +67,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(recipe, tmp_pa
     assert all(0 < row["memory/peak_gb"] < 10 for row in records(whole / "metrics.jsonl"))
 
 
-def test_a_run_on_the_gpu_has_the_numbers_of_the_cpu(recipe, tmp_path):
-    """The same tokens; metrics and weights differ by rounding."""
-    # Such an eps keeps AdamW from making whole steps of gradients that are rounding alone.
+def test_run_on_the_gpu_has_the_numbers_of_the_cpu(recipe, tmp_path):
+    """The tokens are the same. Metrics and weights differ by rounding."""
+    # With this eps, AdamW takes no full steps for gradients that are only rounding errors.
     settings = ("--algorithm.steps", 2, "--evaluate.every", 0, "--optimizer.lr", 1e-3, "--optimizer.eps", 1e-4)
     runs = [tmp_path / device for device in ("cpu", "cuda")]
     for run in runs:
@@ -82,7 +82,7 @@ def test_a_run_on_the_gpu_has_the_numbers_of_the_cpu(recipe, tmp_path):
     same_weights(*(weights(run) for run in runs), atol=1e-5)
 
 
-def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
+def test_fused_adamw_state_is_on_the_gpu_after_a_resume():
     device = pick_device("cuda")
     policies = [make_policy(), make_policy(seed=3)]
     for policy in policies:
@@ -106,8 +106,8 @@ def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
     assert all(torch.equal(p, second.engine.parameters[name]) for name, p in first.engine.parameters.items())
 
 
-def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
-    """Of a loss whose gradients fp16 rounds to 0; and one that overflows lowers the scale."""
+def test_scaled_fp16_gradients_on_the_gpu_match_fp32_on_the_cpu():
+    """Without scaling, fp16 would round these gradients to 0. A loss that overflows lowers the scale."""
     gradients = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
         policy = make_policy()
@@ -125,8 +125,8 @@ def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
     assert runtime.engine.scaler.get_scale() == 2.0**15
 
 
-def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
-    """The same random numbers; logits differ by rounding."""
+def test_gpu_samples_the_same_tokens_as_the_cpu():
+    """The random numbers are the same. Logits differ by rounding."""
     said = []
     for device in ("cpu", "cuda"):
         policy = make_policy()
@@ -139,8 +139,8 @@ def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
     assert said[0] == said[1]
 
 
-def test_a_graph_says_what_is_said_without(monkeypatch):
-    """Tokens and log-probs of rows that end one after the other, in bf16, by PyTorch's operators."""
+def test_cuda_graph_gives_the_same_tokens_as_no_graph(monkeypatch):
+    """Compares the tokens and log-probs of rows that end one after another, in bf16, with PyTorch's operators."""
     monkeypatch.setattr(policy_module, "select_triton_decoder", lambda decoder: None)
     drawn = []
     for recordable in (None, False):
@@ -160,15 +160,15 @@ def test_a_graph_says_what_is_said_without(monkeypatch):
 def policy_on_gpu(model, dtype, seed=0):
     torch.manual_seed(seed)
     policy = Policy(model().to(pick_device("cuda")), character_tokenizer(), dtype)
-    policy.eos_ids = (*range(4), *policy.eos_ids)  # so that rows end at different times
+    policy.eos_ids = (*range(4), *policy.eos_ids)  # rows end at different times
     assert policy.decoder
     return policy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["qwen2.5, heads of 64", "qwen3, biases, a window above", "mistral, a window"])
-def test_a_step_by_triton_is_that_of_the_operators(name, dtype):
-    """Through rows that come, leave gaps, stand still and need more room; by kernels one by one, and by graphs."""
+def test_triton_decode_steps_match_the_operators(name, dtype):
+    """Rows are added, dropped, paused and outgrow the cache. Steps run as single kernels and as graphs."""
     model = model_of(name).to(pick_device("cuda"))
     decoder = Decoder(model.config, model, dtype)
     assert not triton_check.find_decoder_fault(decoder)
@@ -199,8 +199,10 @@ def test_a_step_by_triton_is_that_of_the_operators(name, dtype):
     assert by_kernels.decoder.uses_cuda_graphs is True
 
 
-def test_a_graph_of_triton_is_kept_across_calls_and_training_steps(monkeypatch):
-    """In fp32 the tokens and log-probs are those of operators, up to rounding, also after weights were updated."""
+def test_triton_graph_is_kept_across_calls_and_training_steps(monkeypatch):
+    """In fp32, tokens equal those of the operators and log-probs differ by rounding, also after an update of the
+    weights.
+    """
     captures, capture = [], cuda_graphs.capture_step
     monkeypatch.setattr(cuda_graphs, "capture_step", lambda *about: captures.append(about) or capture(*about))
     results = []
@@ -219,7 +221,7 @@ def test_a_graph_of_triton_is_kept_across_calls_and_training_steps(monkeypatch):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
-def test_tokens_are_sampled_by_triton_as_by_operators():
+def test_triton_samples_the_same_tokens_as_the_operators():
     logits = 4 * torch.randn(64, 151_936, device="cuda")
     uniforms = torch.rand(64, dtype=torch.float64, device="cuda")
     assert sampling._load_triton_sampler(logits.device)
@@ -231,14 +233,14 @@ def test_tokens_are_sampled_by_triton_as_by_operators():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_of_rollouts_is_read_by_flash_attention(dtype):
-    """The trial compares what it reads, and its gradients; a kernel that fails it is not taken."""
+def test_attention_of_rollouts_uses_flash_attention(dtype):
+    """The check compares outputs and gradients. A kernel that fails it is not used."""
     assert attention.uses_flash(pick_device("cuda"), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_gates_and_log_probs_are_computed_by_triton(dtype):
-    """The check compares each kernel with the operators; one that differs is not used."""
+def test_norms_gates_and_log_probs_use_triton(dtype):
+    """The check compares each kernel with the operators. A kernel that differs is not used."""
     assert native.load_triton_kernels(pick_device("cuda"), dtype)
     assert dtype == torch.float32 or ops._can_add_fp32_product(pick_device("cuda"), dtype)
 
@@ -248,7 +250,9 @@ PLACES = [(device, dtype) for device in ("cuda", "cpu") for dtype in (torch.floa
 
 @pytest.mark.parametrize("name", ["qwen2.5, heads of 64", "qwen3 0.6b", "mistral, a window"])
 def test_micro_batches_have_the_gradient_of_the_cpu_and_do_not_wait(name):
-    """In fp32, and in bf16 as near to it as on the CPU. PyTorch raises where the host waits for the GPU."""
+    """In fp32 the gradients agree, and in bf16 the error is about as large as on the CPU. PyTorch raises an error if
+    the host waits for the GPU.
+    """
     batch, gradients = batch_of(), {}
     ones = batch.action_mask.float()
     batch = replace(batch, token_weights=ones, advantages=ones)
@@ -258,7 +262,7 @@ def test_micro_batches_have_the_gradient_of_the_cpu_and_do_not_wait(name):
         runtime = Runtime(policy, AdamWConfig(), total_updates=1) if place[0] == "cuda" else None
         backward = runtime.backward if runtime else torch.Tensor.backward
         for i in range(3):
-            torch.cuda.set_sync_debug_mode("error" if i and place[0] == "cuda" else "default")  # the first has checks
+            torch.cuda.set_sync_debug_mode("error" if i and place[0] == "cuda" else "default")  # the first runs checks
             backward(policy.score(batch).logprobs.sum())
         torch.cuda.set_sync_debug_mode("default")
         gradients[place] = torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()])
@@ -268,21 +272,21 @@ def test_micro_batches_have_the_gradient_of_the_cpu_and_do_not_wait(name):
     assert errors["cuda", torch.bfloat16] < 1.5 * errors["cpu", torch.bfloat16]
 
 
-def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):
-    """fp32, every parameter and norm of three steps."""
+def test_fsdp2_over_nccl_on_one_rank_trains_what_ddp_trains(tmp_path):
+    """Compares every parameter and gradient norm of three steps in fp32."""
     case, engines = "llama, cuda", ("replicated=ddp", "sharded=fsdp2")
     done = in_processes(1, Path(__file__).with_name("engines.py"), tmp_path, case, *engines)
     assert "nccl" in done.stdout
     replicated, sharded = (load_file(tmp_path / f"{name.partition('=')[0]}-{case}.safetensors") for name in engines)
     assert replicated["grad_norm"].min() > 1e-3
-    del replicated["cast"]  # the number of cast weights: sharded weights have none
+    del replicated["cast"]  # the number of cast weights, which is 0 for sharded weights
     for name in replicated:
         torch.testing.assert_close(
             sharded[name], replicated[name], rtol=0, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}"
         )
 
 
-def test_what_fsdp2_saves_over_nccl_it_resumes_to_the_same_bits(recipe, tmp_path):
+def test_fsdp2_over_nccl_resumes_exactly(recipe, tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     settings = ("--policy.device", "cuda", "--policy.deterministic", "--runtime.engine", "fsdp2")
     settings += ("--optimizer.schedule", "constant", "--evaluate.every", 0, "--checkpoint.every", 1)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO behind the runtime: what two processes train is what one process trains. `make deepspeed`."""
+"""Test that two processes with DeepSpeed's ZeRO train what one process trains. Run with `make deepspeed`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from runs import in_processes, launch, same_run, same_weights, train, weights
 
 STAGES = (2, 3)
 EPS = ["--optimizer.eps", 1e-4]
-"""It keeps AdamW from making whole steps of gradients that are rounding alone."""
+"""With this eps, AdamW takes no full steps for gradients that are only rounding errors."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_cpus(tmp_path_factory):
-    """DeepSpeed compiles what its processes exchange by, and waits forever for a compilation that was killed half-way:
-    here for no other than its own."""
+    """Run DeepSpeed on CPUs.
+
+    DeepSpeed compiles its communication kernels and waits forever for a compilation that was killed halfway, so this
+    module has its own folder of extensions.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DS_ACCELERATOR", "cpu")
         patched.setenv("DS_IGNORE_CUDA_DETECTION", "1")
@@ -46,13 +49,13 @@ if torch.distributed.get_rank() == 0:
 
 
 @pytest.mark.deepspeed
-def test_three_steps_are_those_of_one_process(tmp_path):
+def test_three_steps_equal_those_of_one_process(tmp_path):
     named = [f"zero{stage}=deepspeed/{stage}" for stage in STAGES]
     in_processes(2, Path(__file__).with_name("engines.py"), tmp_path, ";".join(CASES), *named)
     for case, facts in CASES.items():
         runtime, metrics = trained(RuntimeConfig(), **facts)
         alone = tensors_of(runtime, metrics)
-        if facts.get("dtype") == torch.bfloat16:  # as the engine's own weights are: copies are of joined ones alone
+        if facts.get("dtype") == torch.bfloat16:  # the engine's own weights are bf16, so only joined ones are copied
             copies = runtime.policy.decoder.list_cast_weights()
             joined = [part.get_cast_copy() for part in copies if len(part.locations) > 1]
             alone["cast"] = torch.tensor(numbers(joined))
@@ -63,8 +66,8 @@ def test_three_steps_are_those_of_one_process(tmp_path):
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_of_nothing_and_of_no_number_cost_their_own_step_alone(stage, tmp_path):
-    """As with torch's own optimizer: momentum moves nothing meanwhile, and the next step is what it would have been."""
+def test_zero_and_nan_gradients_skip_only_their_own_step(stage, tmp_path):
+    """As with torch's optimizer, momentum moves nothing in these steps, and the next step is unaffected."""
     (tmp_path / "rough.py").write_text(ROUGH)
     in_processes(2, tmp_path / "rough.py", tmp_path / "found.safetensors", stage)
     found, expected = load_file(tmp_path / "found.safetensors"), rough_steps(RuntimeConfig(), 1)
@@ -75,9 +78,7 @@ def test_gradients_of_nothing_and_of_no_number_cost_their_own_step_alone(stage, 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_the_same_weights(
-    recipe, tmp_path, stage
-):
+def test_runs_resume_exactly_on_two_processes_and_closely_on_other_setups(recipe, tmp_path, stage):
     runs = {name: tmp_path / name for name in ("whole", "two", "one", "four", "ddp", "fsdp2")}
     settings = ["--runtime.engine", "deepspeed", "--runtime.zero-stage", stage, "--evaluate.every", 0]
     settings += ["--algorithm.prompts_per_step", 8, "--optimizer.schedule", "constant", *EPS]
@@ -97,8 +98,8 @@ def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_t
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
-def test_in_bf16_too_two_processes_resume_to_the_same_bits(recipe, tmp_path, stage):
-    """What is loaded are masters, from which rounded weights are made."""
+def test_two_processes_resume_exactly_in_bf16(recipe, tmp_path, stage):
+    """The checkpoint holds masters, from which the rounded weights are computed."""
     settings = ["--runtime.engine", "deepspeed", "--runtime.zero-stage", stage, "--policy.dtype", "bfloat16"]
     settings += ["--evaluate.every", 0, "--optimizer.schedule", "constant", "--algorithm.steps"]
     launch(2, recipe, "--run", tmp_path / "whole", *settings, 3)
@@ -110,8 +111,8 @@ def test_in_bf16_too_two_processes_resume_to_the_same_bits(recipe, tmp_path, sta
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("more", [["--policy.lora", 2], ["--optimizer.offload"]], ids=["adapter", "offload"])
-def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage, more):
-    """An adapter merged into its base; moments that lie on the CPU."""
+def test_saved_model_equals_that_of_one_process(recipe, tmp_path, stage, more):
+    """The cases are an adapter that is merged into its base, and moments on the CPU."""
     settings, engine = [*more, *EPS, "--evaluate.every", 0, "--algorithm.steps", 2], ["--runtime.engine", "deepspeed"]
     launch(2, recipe, "--run", tmp_path / "two", *settings, *engine, "--runtime.zero-stage", stage)
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
@@ -120,8 +121,8 @@ def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage,
 
 
 @pytest.mark.deepspeed
-def test_the_masters_of_bf16_weights_are_not_rounded(recipe, tmp_path, model_dir):
-    """Without a step to speak of they are those of the checkpoint, and one too small for bf16 moves them."""
+def test_masters_of_bf16_weights_are_not_rounded(recipe, tmp_path, model_dir):
+    """With a negligible step they equal the checkpoint, and a step too small for bf16 moves them."""
     settings = ["--runtime.engine", "deepspeed", "--policy.dtype", "bfloat16", "--evaluate.every", 0]
     settings += ["--algorithm.steps", 1, "--optimizer.warmup", 0, "--optimizer.lr"]
     launch(2, recipe, "--run", tmp_path / "still", *settings, 1e-30)
@@ -133,7 +134,7 @@ def test_the_masters_of_bf16_weights_are_not_rounded(recipe, tmp_path, model_dir
 
 
 @pytest.mark.deepspeed
-def test_one_process_that_was_started_by_itself_may_use_it(recipe, tmp_path):
+def test_single_process_without_a_launcher_may_use_deepspeed(recipe, tmp_path):
     settings = ["--algorithm.steps", 1, "--evaluate.every", 0, "--runtime.engine", "deepspeed"]
     command = [sys.executable, "-m", "pellucid", "train", recipe, "--run", tmp_path / "run", *settings]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
@@ -141,7 +142,7 @@ def test_one_process_that_was_started_by_itself_may_use_it(recipe, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step-000001" / "policy").is_dir()
 
 
-def test_where_deepspeed_is_missing_one_line_names_the_extra(recipe, tmp_path, monkeypatch, capsys):
+def test_missing_deepspeed_error_names_the_extra(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert train(recipe, "--run", tmp_path / "run", "--runtime.engine", "deepspeed") == 2
     assert 'needs deepspeed: pip install "pellucid[deepspeed]"' in capsys.readouterr().err
@@ -155,6 +156,6 @@ def test_where_deepspeed_is_missing_one_line_names_the_extra(recipe, tmp_path, m
         (("--algorithm.reference-every", 2), "algorithm.reference_every does not work with runtime.engine"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(settings, complaint, recipe, tmp_path, capsys):
+def test_unsupported_settings_exit_with_one_line(settings, complaint, recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", "--runtime.engine", "deepspeed", *settings) == 2
     assert complaint in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Every recipe on an accelerator: trained, evaluated, saved, resumed and served, with the numbers of the CPU.
+"""Test that every recipe trains, evaluates, saves, resumes and serves on an accelerator with the numbers of the CPU.
 
-The accelerator is the one of simulated_device.py; what needs a real one is in test_cuda.py.
+The accelerator is the one of simulated_device.py. Tests that need a real one are in test_cuda.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from simulated_device import (
 pytestmark = pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one")
 
 ALL = [*Path("recipes").glob("*.toml"), *Path("recipes/variants").glob("*.toml")]
-RECIPES = sorted(path for path in ALL if path.stem != "judge")  # which needs a service beside it
+RECIPES = sorted(path for path in ALL if path.stem != "judge")  # it needs a running service
 SMALL = {
     "sampler.max_tokens": 5,
     "algorithm.steps": 3,
@@ -95,7 +95,7 @@ OWN = {
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory):
-    """With room for every recipe's prompt, a character a token."""
+    """Return the folder of a model with one token per character and a context long enough for every recipe's prompt."""
     folder = tmp_path_factory.mktemp("small")
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -127,7 +127,7 @@ def questions(tmp_path_factory):
 
 @pytest.fixture
 def one_way(monkeypatch):
-    """The CPU takes the ways of an accelerator where it has one of its own; rewards stay in this process."""
+    """Make the CPU use the code paths of an accelerator, and compute rewards in this process."""
 
     def attend(query, key, value, bias, shared):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
@@ -137,7 +137,7 @@ def one_way(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(
         NativeSampler, "_count_steps_per_check", lambda self: native.TOKENS_PER_EOS_CHECK
-    )  # products round by how many rows there are
+    )  # the rounding of products depends on the number of rows
     at_home(monkeypatch)
     monkeypatch.setenv(hardware.CUBLAS_WORKSPACE_VARIABLE, hardware.DETERMINISTIC_WORKSPACES[0])
     with sdpa_kernel(SDPBackend.MATH):
@@ -158,13 +158,13 @@ def options(settings):
 
 
 def trained(recipe, run_dir, settings):
-    """Three steps at once."""
+    """Run three steps without interruption."""
     assert train(recipe, *options(settings), "--run", run_dir) == 0
     return run_dir
 
 
 def resumed(recipe, run_dir, settings, monkeypatch):
-    """Three steps, killed in the third and resumed after the second."""
+    """Run three steps, interrupted in the third and resumed after the second."""
 
     def dying(generate):
         def generated(self, prompts, sampling):
@@ -183,7 +183,7 @@ def resumed(recipe, run_dir, settings, monkeypatch):
 
 
 def served(run_dir, device):
-    """What a service says of that run's model."""
+    """Return the responses of a service with the model of that run."""
     service = api.load_served_model(
         cli.parse_command_line(["serve", str(run_dir), "--dtype", "float32", "--device", device])
     )
@@ -196,7 +196,7 @@ def served(run_dir, device):
 
 
 def numbers(run_dir):
-    """Every number of a run's folder but times, by its place."""
+    """Return every number in a run's folder by its location, except times and memory."""
     logged = {
         f"{name}/{i}/{key}": value
         for name in ("metrics", "rollouts", "evals")
@@ -208,7 +208,7 @@ def numbers(run_dir):
 
 
 def with_task(recipe, folder):
-    """A variant names no task: here it is one in which a random model earns something."""
+    """Give a variant, which names no task, a task in which a random model earns some reward."""
     if recipe.parent.name != "variants":
         return recipe
     copy = folder / recipe.name
@@ -217,14 +217,14 @@ def with_task(recipe, folder):
 
 
 def same_numbers(recipe, settings, device, folder, monkeypatch):
-    """Trained on the CPU at a stretch; on the device with a death and a resume between."""
+    """Train on the CPU without interruption and on the device with one, and compare all numbers."""
     patient = partial(
         scheduler.ConversationScheduler, deterministic=True
-    )  # else who is beside whom would depend on the clock
+    )  # otherwise the clock would decide which rows share a batch
     monkeypatch.setattr(native, "ConversationScheduler", lambda policy, talks, rows, *_: patient(policy, talks, rows))
     monkeypatch.setattr(
         ScoreContext, "pick_kernels", lambda *_: None
-    )  # a device has no kernels, and the head's add up better
+    )  # a device has no kernels, and the head's kernels on the CPU sum more precisely
     with Decomposed():
         here = trained(recipe, folder / "here", settings | {"policy.device": "cpu"})
         said_here = served(here, "cpu")
@@ -244,8 +244,8 @@ def same_numbers(recipe, settings, device, folder, monkeypatch):
 
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, every=40), ids=lambda path: path.stem)
 @pytest.mark.usefixtures("one_way")
-def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_model, questions, tmp_path, monkeypatch):
-    """One that refuses what any refuses: float64, and what does not repeat itself."""
+def test_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_model, questions, tmp_path, monkeypatch):
+    """The device refuses what any real one refuses: float64 and nondeterministic operators."""
     settings = {"policy.model": small_model} | SMALL | OWN.get(recipe.stem, {})
     if recipe.stem in ("gsm8k", "gsm8k_dataset", "gsm8k_laptop", "study_bench"):
         task = "task.task.task" if recipe.stem == "study_bench" else "task"
@@ -254,33 +254,33 @@ def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_mod
     strict = Device(float64=False)
     seen = same_numbers(recipe, settings, strict, tmp_path, monkeypatch)
     if recipe.parent == tmp_path:
-        assert any(seen[f"metrics/{i}/grad_norm"] > 0 for i in range(2)), "something is learnt before the resume"
+        assert any(seen[f"metrics/{i}/grad_norm"] > 0 for i in range(2)), "something is learned before the resume"
     assert without_kernel(strict.operators, DispatchKey.CUDA) == set()
     assert without_kernel(strict.operators, DispatchKey.MPS) == set()
 
 
 @pytest.mark.parametrize("way", mostly_slow(WAYS, every=8))
 @pytest.mark.usefixtures("one_way")
-def test_every_way_through_the_package_is_open_to_an_accelerator(way, small_model, tmp_path, monkeypatch):
+def test_every_setting_on_an_accelerator_has_the_numbers_of_the_cpu(way, small_model, tmp_path, monkeypatch):
     settings = {"policy.model": small_model} | SMALL | WAYS[way]
     device = Device(float64=way != "truncated answers")
     same_numbers(Path("recipes/arithmetic.toml"), settings, device, tmp_path, monkeypatch)
     assert without_kernel(device.operators, DispatchKey.CUDA) == set()
 
 
-# ---------------------------------------------------------------- the device itself
+# ---------------------------------------------------------------- the simulated device
 
 
 @cache
 def kernels():
-    """What torch's own table says of each operator."""
+    """Return torch's own table of operators and their kernels."""
     table = Path(torchgen.__file__).parent / "packaged/ATen/native"
     parsed = parse_native_yaml(str(table / "native_functions.yaml"), str(table / "tags.yaml"))
     return {str(f.func.name): f for f in parsed.native_functions}, parsed.backend_indices
 
 
 def without_kernel(operators, key):
-    """Those that the real device would not know."""
+    """Return the operators for which the real device has no kernel."""
     functions, indices = kernels()
 
     def known(name):
@@ -297,18 +297,18 @@ def without_kernel(operators, key):
     return {name for name in names if not known(name)}
 
 
-def test_the_table_of_kernels_knows_what_is_missing():
+def test_kernel_table_finds_missing_kernels():
     operators = {torch.ops.aten.ormqr.default, torch.ops.aten.mm.default}
     assert without_kernel(operators, DispatchKey.CUDA) == set()
     assert without_kernel(operators, DispatchKey.MPS) == {"ormqr"}
 
 
-def test_what_raises_in_deterministic_mode_is_what_torch_documents():
+def test_operators_that_raise_in_deterministic_mode_are_those_torch_documents():
     documented = (
         str(torch.use_deterministic_algorithms.__doc__).split("operations will throw a")[1].split("In addition")[0]
     )
     named = {name.rpartition(".")[2] for name in re.findall(r"\* :\w+:`torch\.([\w.]+)`", documented)}
-    assert named - {"MaxPool3d"} == WITHOUT_DETERMINISTIC_KERNEL.keys()  # which torch 2.11 names, too
+    assert named - {"MaxPool3d"} == WITHOUT_DETERMINISTIC_KERNEL.keys()  # torch 2.11 names it, too
     assert all(hasattr(torch.ops.aten, name.removeprefix("aten::")) for name in RAISE)
 
 
@@ -332,12 +332,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_the_simulated_device_refuses_what_cuda_refuses(what, gpu):
+def test_simulated_device_refuses_what_cuda_refuses(what, gpu):
     with pytest.raises((RuntimeError, TypeError), match="gpu:0"):
         REFUSED[what]()
 
 
-def test_it_allows_what_cuda_allows(gpu):
+def test_simulated_device_allows_what_cuda_allows(gpu):
     x = ones(3)
     assert (x + torch.tensor(2.0)).tolist() == [3.0] * 3
     assert x[torch.tensor([0, 1])].tolist() == [1.0] * 2
@@ -345,7 +345,7 @@ def test_it_allows_what_cuda_allows(gpu):
     assert x.masked_fill(x > 1, torch.tensor(0.0)).tolist() == [0.0, 1.0, 1.0]
 
 
-def test_float64_is_refused_where_there_is_none():
+def test_float64_is_refused_on_devices_without_it():
     with Device(float64=False):
         for wanted in (
             lambda: ones(2, dtype=torch.float64),
@@ -360,7 +360,7 @@ def test_float64_is_refused_where_there_is_none():
 
 
 @pytest.mark.usefixtures("one_way")
-def test_deterministic_mode_refuses_a_sum_that_may_differ(gpu):
+def test_deterministic_mode_refuses_a_nondeterministic_sum(gpu):
     torch.use_deterministic_algorithms(True)
     with pytest.raises(RuntimeError, match="deterministic"):
         ones(3).cumsum(0)
@@ -395,7 +395,7 @@ WAIT = {
 
 
 @pytest.mark.parametrize(("waits", "act"), WAIT.values(), ids=WAIT)
-def test_the_host_waits_for_copies_as_pytorch_does(waits, act, gpu):
+def test_host_waits_for_copies_as_in_pytorch(waits, act, gpu):
     """See `memcpy_and_sync` in c10/cuda/CUDAFunctions.h."""
     act()
     assert gpu.waits.total() == waits
@@ -408,8 +408,8 @@ def test_kernels_are_counted_and_views_are_not(gpu):
     assert gpu.kernels == {"ones": 1, "repeat": 1, "copy_": 1, "mm": 1, "add_": 1}
 
 
-def test_memory_is_that_of_tensors_that_are_alive():
-    """A view has none of its own, and what autograd keeps is alive."""
+def test_memory_counts_the_tensors_that_are_alive():
+    """A view takes no memory of its own, and tensors that autograd saves are alive."""
     with Device(memory_bytes=8 * BLOCK_BYTES) as gpu:
         size = BLOCK_BYTES // 4
         x = ones(size, requires_grad=True)
@@ -428,7 +428,7 @@ def test_memory_is_that_of_tensors_that_are_alive():
     assert gpu.memory.allocated == 0
 
 
-def test_the_address_of_a_tensor_is_asked_for_by_line(gpu):
+def test_reads_of_tensor_addresses_are_counted_by_line(gpu):
     x = ones(3)
     assert x.data_ptr() == x[:1].data_ptr() != x[1:].data_ptr()
     assert gpu.addresses == {"elsewhere": 3}

@@ -1,4 +1,4 @@
-"""Engines: what several processes train, whatever lies where, is what one process trains."""
+"""Test that several processes train what one process trains, with replicated and sharded engines."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def alone(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ENGINES)
-def test_three_steps_are_those_of_one_process(processes, tmp_path):
+def test_three_steps_equal_those_of_one_process(processes, tmp_path):
     named = [f"{name}={engine}" for name, engine in ENGINES[processes].items()]
     cases = {2: list(CASES), 4: ["llama", "llama, lora", "gpt2, k3"]}[processes]
     in_processes(processes, Path(__file__).with_name("engines.py"), tmp_path, ";".join(cases), *named)
@@ -88,8 +88,8 @@ def test_three_steps_are_those_of_one_process(processes, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weights(recipe, tmp_path):
-    """What two saved, one and four read: also one that holds all of it."""
+def test_runs_resume_exactly_on_two_processes_and_closely_on_one_or_four(recipe, tmp_path):
+    """One and four processes read a checkpoint saved by two, and so does an engine that does not shard."""
     runs = {name: tmp_path / name for name in ("whole", "two", "one", "four", "ddp")}
     settings = ["--runtime.engine", "fsdp2", "--evaluate.every", 0, "--algorithm.prompts_per_step", 8]
     settings += ["--optimizer.schedule", "constant"]
@@ -112,7 +112,7 @@ def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weigh
 
 
 @pytest.mark.slow
-def test_a_sharded_adapter_is_saved_merged_into_its_base_and_beside_it(recipe, tmp_path):
+def test_sharded_adapter_is_saved_alone_and_merged_into_its_base(recipe, tmp_path):
     settings = ["--policy.lora", 2, "--evaluate.every", 0, "--algorithm.steps", 2]
     launch(2, recipe, "--run", tmp_path / "two", *settings, "--runtime.engine", "fsdp2")
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
@@ -121,8 +121,8 @@ def test_a_sharded_adapter_is_saved_merged_into_its_base_and_beside_it(recipe, t
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
-    """A shard that cannot be written, in one of them."""
+def test_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
+    """Only one of the processes fails to write its shard."""
     (tmp_path / "full.py").write_text(FULL)
     settings = ["--runtime.engine", "fsdp2", "--evaluate.every", 0, "--checkpoint.every", 1]
     done = in_processes(2, tmp_path / "full.py", "train", recipe, "--run", tmp_path / "run", *settings, fails=True)
@@ -133,7 +133,7 @@ def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recipe, tmp_path):
+def test_failed_merge_of_an_adapter_ends_all_processes_with_one_line(recipe, tmp_path):
     (tmp_path / "gone.py").write_text(GONE)
     settings = ["--policy.lora", 2, "--runtime.engine", "fsdp2", "--evaluate.every", 0, "--algorithm.steps", 1]
     done = in_processes(2, tmp_path / "gone.py", "train", recipe, "--run", tmp_path / "run", *settings, fails=True)
@@ -142,8 +142,8 @@ def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recip
 
 
 @pytest.mark.slow
-def test_one_process_that_was_started_by_itself_may_shard(recipe, tmp_path):
-    """What then is sharded among one; said in a process of its own, whose group no other test sees."""
+def test_single_process_without_a_launcher_may_use_fsdp2(recipe, tmp_path):
+    """It runs in its own process, so that no other test sees its process group."""
     settings = ["--run", tmp_path / "run", "--algorithm.steps", 1, "--evaluate.every", 0, "--runtime.engine", "fsdp2"]
     done = ran("-m", "pellucid", "train", recipe, *settings)
     assert done.returncode == 0, done.stderr
@@ -185,15 +185,15 @@ except UserError as error:
 
 
 @pytest.mark.slow
-def test_where_memory_runs_out_with_fsdp2_the_run_ends_and_can_go_on(tmp_path):
-    """A backward pass that was broken off leaves it without gradients ever after."""
+def test_run_that_exceeds_memory_with_fsdp2_ends_and_can_be_resumed(tmp_path):
+    """FSDP2 computes no more gradients after a backward pass was interrupted."""
     (tmp_path / "once.py").write_text(ONCE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
     done = ran(tmp_path / "once.py")
     assert "continue with --resume and --algorithm.micro_batch 2" in done.stdout, done.stderr
 
 
-def test_every_group_of_an_engine_waits_as_long_as_the_run_says(tmp_path):
-    """Torch gives those of a mesh its own half an hour."""
+def test_every_process_group_has_the_timeout_of_the_run(tmp_path):
+    """Torch gives the groups of a mesh its own default of half an hour."""
     (tmp_path / "groups.py").write_text(GROUPS)
     in_processes(2, tmp_path / "groups.py")
 

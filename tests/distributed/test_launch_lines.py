@@ -1,6 +1,7 @@
-"""The lines of recipes/launch, run as they stand: on one host where they are for several.
+"""Test the scripts of recipes/launch unchanged, on one host even if they are for several.
 
-Those of one host start every process; of the others, launchers and runs are forked from a process that has imported.
+Scripts for one host start every process. For the others, launchers and runs are forked from a process that has already
+imported the package.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from runs import weights
 
 LAUNCH = Path("recipes/launch").resolve()
 SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0", "--algorithm.micro_batch", "3", "--optimizer.eps", "1e-3"]
-"""Such an eps keeps AdamW from making whole steps of gradients that are rounding alone."""
+"""With this eps, AdamW takes no full steps for gradients that are only rounding errors."""
 SERVER = Path(__file__).parents[1] / "sampler_process.py"
 TOOLS = {"torchrun": "-m torch.distributed.run", "pellucid": "-m pellucid"}
 SLURM = {
-    # So slow that a reader of the first line alone would be gone at the second.
+    # The pause makes a reader that stops after the first line miss the second.
     "scontrol": "echo localhost; sleep 0.3; echo other",
-    # What srun does, of this job: the command, once a node.
+    # Like srun for this job: it runs the command once per node.
     "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" && wait $!',
 }
 
 
 def tools_of(python, folder):
-    """The commands that the lines name, in this folder."""
+    """Write the commands that the scripts call into this folder, and return it."""
     lines = {name: f'exec "{python}" {module} "$@"' for name, module in TOOLS.items()} | SLURM
     for name, line in lines.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
@@ -53,7 +54,7 @@ def quick_tools(tmp_path_factory):
 
 @pytest.fixture
 def sampling_tools(tmp_path):
-    """The same commands, where `pellucid sampler --port PORT` is a server without vLLM."""
+    """Return the folder of the same commands, in which `pellucid sampler --port PORT` is a server without vLLM."""
     folder = tools_of(sys.executable, tmp_path)
     server = f'exec "{python()}" {SERVER} "$3" 1'
     train = f'exec "{sys.executable}" -m pellucid "$@"'
@@ -85,12 +86,12 @@ def ended(process):
 
 
 @pytest.mark.slow
-def test_each_line_trains_the_model_of_one_process(tools, quick_tools, recipe, tmp_path):
-    """Slurm's starts that of two machines on each node."""
+def test_each_script_trains_the_model_of_one_process(tools, quick_tools, recipe, tmp_path):
+    """The Slurm script starts one process on each of two nodes."""
     runs = {name: tmp_path / name for name in ("one_gpu", "eight_gpus", "slurm")}
     train = {name: [recipe, "--run", run_dir, *SHORT] for name, run_dir in runs.items()}
     job = {"SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-    job |= {"SLURM_JOB_ID": str(os.getpid()), "PYTHON_EXEC": python()}  # whom torchrun starts
+    job |= {"SLURM_JOB_ID": str(os.getpid()), "PYTHON_EXEC": python()}  # read by torchrun
     launches = [
         lambda: [started(quick_tools, "one_gpu.sh", *train["one_gpu"])],
         lambda: [started(tools, "eight_gpus.sh", *train["eight_gpus"], PROCESSES="2")],
@@ -106,14 +107,14 @@ def test_each_line_trains_the_model_of_one_process(tools, quick_tools, recipe, t
 
 
 @pytest.mark.parametrize(("environment", "complaint"), [({}, "HEAD="), ({"HEAD": "127.0.0.1"}, "NODE=")])
-def test_a_node_that_does_not_know_where_it_stands_is_told(tools, environment, complaint):
+def test_missing_node_settings_are_named(tools, environment, complaint):
     status, errors = ended(started(tools, "two_nodes.sh", "recipes/arithmetic.toml", **environment))
     assert status != 0
     assert complaint in errors
 
 
 def pick_free_ports():
-    """Return the first of two ports in a row that nobody uses."""
+    """Return the first of two consecutive free ports."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -131,8 +132,8 @@ def is_served(port):
 
 
 @pytest.mark.slow
-def test_a_machine_trains_and_samples(sampling_tools, recipe, tmp_path):
-    """Two processes train, two servers sample, and nothing is left when the run is done."""
+def test_one_machine_trains_and_samples(sampling_tools, recipe, tmp_path):
+    """Two processes train, two servers sample, and no server is left when the run is done."""
     port, run_dir = pick_free_ports(), tmp_path / "run"
     settings = [*SHORT, "--run", run_dir, "--runtime.engine", "fsdp2"]
     ports = {"PROCESSES": "2", "SERVERS": "2", "PORT": str(port)}
@@ -153,7 +154,7 @@ def test_servers_that_do_not_start_end_the_run(sampling_tools, recipe, tmp_path)
 
 
 @pytest.mark.slow
-def test_slurm_names_its_servers_and_ends_them(sampling_tools):
+def test_slurm_servers_are_printed_and_ended(sampling_tools):
     port = pick_free_ports()
     (sampling_tools / "srun").write_text('#!/usr/bin/env bash\nexec "$@"\n')
     job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_GPUS_ON_NODE": "2", "PORT": str(port)}
@@ -171,7 +172,7 @@ def test_slurm_names_its_servers_and_ends_them(sampling_tools):
         time.sleep(0.1)
 
 
-def test_servers_of_slurm_need_a_secret(sampling_tools, monkeypatch):
+def test_slurm_servers_need_a_secret(sampling_tools, monkeypatch):
     monkeypatch.delenv("PELLUCID_SAMPLER_TOKEN", raising=False)
     status, errors = ended(started(sampling_tools, "slurm_servers.sh", SLURM_JOB_NODELIST="localhost"))
     assert status != 0

@@ -1,7 +1,7 @@
-"""However examples/transparent_grpo.py is launched, it trains one model: with two processes that of one.
+"""Test that examples/transparent_grpo.py trains the same model with every launcher, in one process or two.
 
-With `accelerate launch` and with DeepSpeed every process is started; else launchers and what they launch are forked
-from one that has imported.
+`accelerate launch` and DeepSpeed start every process. The other launchers and their processes are forked from one that
+has already imported the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.append(str(EXAMPLE.parent))
 import transparent_grpo  # noqa: E402 - an example, not a part of the package
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-# Any free port: workers of the suite launch at once.
+# Any free port, because workers of the suite launch concurrently.
 ACCELERATE = ("accelerate.commands.launch", "--main_process_port", "0")
 STEPS, GROUP = 3, 4
 
@@ -52,7 +52,7 @@ def drawn(model, tokenizer, prompts, config):
     ids = torch.randint(20, (2 * config.group_size, 10), generator=random)
     lengths = torch.randint(2, 6, (2 * config.group_size, 1), generator=random)
     mask = (torch.arange(5) < lengths).float()
-    own = slice(None) if example.world() == 1 else slice(example.rank() * config.group_size, None)
+    own = slice(None) if example.count_processes() == 1 else slice(example.get_rank() * config.group_size, None)
     rows = slice(own.start, None if own.start is None else own.start + config.group_size)
     return example.Rollout(ids[rows], torch.cat([torch.ones(len(ids), 5), mask], 1).long()[rows], mask[rows])
 
@@ -93,7 +93,7 @@ def model(tmp_path_factory):
 
 
 def launched(how, model, into, processes, *options, environment=(), starting=False):
-    """The driver, which trains into a folder, at its end; forked, unless all of it is to be started."""
+    """Run the driver, which trains into a folder, and return its result. It is forked unless `starting` is set."""
     into.mkdir(exist_ok=True)
     driver = into / "driver.py"
     driver.write_text(DRIVER)
@@ -101,7 +101,7 @@ def launched(how, model, into, processes, *options, environment=(), starting=Fal
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     launcher, all_started = ("-m", *how) if how else (), starting or "--use_deepspeed" in how
     program = sys.executable if all_started else python()
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_EXEC": program}  # whom torchrun and accelerate start
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_EXEC": program}  # read by torchrun and accelerate
     return subprocess.run(
         [program, *launcher, driver, "--model", model, "--save", into / "model", *flags, *options],
         env={**os.environ, **paths, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "error", **dict(environment)},
@@ -113,7 +113,7 @@ def launched(how, model, into, processes, *options, environment=(), starting=Fal
 
 
 def curve(finished, into):
-    """[steps, 5]: step, loss, reward, reward after KL, KL a token."""
+    """Return [steps, 5]: step, loss, reward, reward after KL, KL per token."""
     assert finished.returncode == 0, finished.stderr[-3000:]
     found = torch.tensor(json.loads((into / "steps.json").read_text()), dtype=torch.float64)
     assert len(found) == STEPS
@@ -146,7 +146,9 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_train_the_model_of_one(way, model, alone, tmp_path):
-    """Curve and weights. Each process would train a model of its own, and the curve be their mean, without a group."""
+    """Compares the curve and the weights. Without a group, each process would train its own model, and the curve would
+    be their mean.
+    """
     how, environment = WAYS[way]
     if isinstance(how, str):
         how = (*ACCELERATE, "--config_file", str(config_file(tmp_path, how)))
@@ -163,8 +165,10 @@ def same_training(finished, into, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_kl_of_equal_weights_is_0_whatever_is_computed_in(precision, model, tmp_path):
-    """A reference outside autocast, while the policy is inside, is 0.01 a token away before the first step."""
+def test_kl_of_equal_weights_is_zero_in_every_precision(precision, model, tmp_path):
+    """If the reference ran outside autocast and the policy inside, they would differ by 0.01 per token before the first
+    step.
+    """
     finished = launched((), model, tmp_path, 1, environment=[("ACCELERATE_MIXED_PRECISION", precision)])
     moved = curve(finished, tmp_path)[:, 4]
     assert float(moved[0]) == 0.0
@@ -172,9 +176,9 @@ def test_the_kl_of_equal_weights_is_0_whatever_is_computed_in(precision, model, 
 
 
 @pytest.mark.slow
-def test_the_kl_may_be_charged_before_normalising(model, alone, tmp_path):
+def test_kl_may_be_charged_before_normalizing(model, alone, tmp_path):
     found = curve(launched((), model, tmp_path, 1, "--kl_in", "raw_reward", "--beta", "5"), tmp_path)
-    torch.testing.assert_close(found[0], alone[0][0], rtol=0, atol=1e-6)  # there is no KL yet
+    torch.testing.assert_close(found[0], alone[0][0], rtol=0, atol=1e-6)  # the KL is still 0
     assert float((found[1:, 1:] - alone[0][1:, 1:]).abs().max()) > 1e-3
 
 
@@ -183,11 +187,11 @@ def test_the_kl_may_be_charged_before_normalising(model, alone, tmp_path):
     [
         (DistributedType.FSDP, {}, "launched as FSDP"),
         (DistributedType.MEGATRON_LM, {}, "launched as MEGATRON_LM"),
-        (DistributedType.NO, {"WORLD_SIZE": "2"}, "accelerate made no group of the processes that were launched"),
-        (DistributedType.NO, {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed does nothing where accelerate is told"),
+        (DistributedType.NO, {"WORLD_SIZE": "2"}, "accelerate formed no process group"),
+        (DistributedType.NO, {"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate ignores DeepSpeed"),
     ],
 )
-def test_what_would_train_something_else_is_one_line(kind, environment, complaint, monkeypatch):
+def test_unsupported_launchers_exit_with_one_line(kind, environment, complaint, monkeypatch):
     class Launched:
         def __init__(self, **_):
             self.distributed_type = kind
@@ -196,7 +200,7 @@ def test_what_would_train_something_else_is_one_line(kind, environment, complain
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(transparent_grpo, "Accelerator", Launched)
     with pytest.raises(SystemExit, match=complaint):
-        transparent_grpo.started(transparent_grpo.Config())
+        transparent_grpo.make_accelerator(transparent_grpo.Config())
 
 
 @pytest.mark.slow
@@ -207,7 +211,7 @@ def test_what_would_train_something_else_is_one_line(kind, environment, complain
         (("--kl_in", "air"), "--kl_in one of reward, raw"),
     ],
 )
-def test_settings_that_there_are_not_are_one_line(option, complaint, model, tmp_path):
+def test_unknown_settings_exit_with_one_line(option, complaint, model, tmp_path):
     finished = launched((), model, tmp_path, 1, *option)
     assert finished.returncode == 2
     assert complaint in " ".join(finished.stderr.split())
@@ -220,8 +224,11 @@ ZERO = (*ACCELERATE, "--num_processes", "2", "--use_deepspeed", "--zero_stage")
 
 @pytest.fixture(scope="module")
 def no_gpu(tmp_path_factory):
-    """DeepSpeed on CPUs. It compiles what its processes exchange by, and waits forever for a compilation that was
-    killed half-way: here for no other than its own."""
+    """Return the environment that runs DeepSpeed on CPUs.
+
+    DeepSpeed compiles its communication kernels and waits forever for a compilation that was killed halfway, so each
+    module has its own folder of extensions.
+    """
     extensions = str(tmp_path_factory.mktemp("extensions"))
     return ("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"), ("TORCH_EXTENSIONS_DIR", extensions)
 
@@ -233,8 +240,8 @@ def test_deepspeed_trains_the_model_of_one_process(stage, model, alone, no_gpu, 
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, no_gpu, tmp_path):
-    """Far below the noise that Adam adds to its denominator, so that a norm is seen in the size of a step."""
+def test_deepspeed_clips_the_gradient(model, no_gpu, tmp_path):
+    """The limit is far below the epsilon in Adam's denominator, so the norm determines the size of a step."""
     clipped, into = ("--max_grad_norm", "1e-8"), [tmp_path / name for name in ("one", "two")]
     alone = curve(launched((), model, into[0], 1, *clipped), into[0])
     same_training(
@@ -245,7 +252,7 @@ def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, no_gpu, tmp_pa
 
 
 @pytest.mark.deepspeed
-def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp_path):
+def test_kl_of_equal_weights_is_zero_with_deepspeed_in_bf16(model, no_gpu, tmp_path):
     how = (*ZERO[:-1], "--mixed_precision", "bf16", ZERO[-1], "2")
     moved = curve(launched(how, model, tmp_path, 2, environment=no_gpu), tmp_path)[:, 4]
     assert float(moved[0]) == 0.0
@@ -253,7 +260,7 @@ def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_that_would_do_nothing_is_refused(model, no_gpu, tmp_path):
+def test_deepspeed_on_cpus_by_accelerate_is_refused(model, no_gpu, tmp_path):
     told = (*no_gpu, ("ACCELERATE_USE_CPU", "true"))
     finished = launched((*ZERO, "2"), model, tmp_path, 2, environment=told)
     assert finished.returncode != 0
@@ -264,11 +271,11 @@ def test_deepspeed_that_would_do_nothing_is_refused(model, no_gpu, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("3",), "--zero_stage 3 shards the weights, which sampling needs whole: use --zero_stage 2"),
-        (("2", "--gradient_accumulation_steps", "2"), "every backward pass here belongs to a step of its own, use 1"),
+        (("3",), "--zero_stage 3 shards the weights, and sampling needs all of them: use --zero_stage 2"),
+        (("2", "--gradient_accumulation_steps", "2"), "--gradient_accumulation_steps must be 1"),
     ],
 )
-def test_what_cannot_be_had_of_deepspeed_is_one_line(options, complaint, model, no_gpu, tmp_path):
+def test_unsupported_deepspeed_options_exit_with_one_line(options, complaint, model, no_gpu, tmp_path):
     finished = launched((*ZERO, *options), model, tmp_path, 2, environment=no_gpu)
     assert finished.returncode != 0
     assert complaint in finished.stderr

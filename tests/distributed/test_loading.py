@@ -1,4 +1,4 @@
-"""Models that are read shard by shard: each process gets its slice of what is loaded whole, and reads no more."""
+"""Test models that are read shard by shard: each process reads only its slice and gets the weights of a full load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOADS = Path(__file__).with_name("loads.py")
 
 
 def untied_llama():
-    """Sizes that no number of processes divides."""
+    """Return a model whose sizes are not divisible by the number of processes."""
     sizes = {"hidden_size": 36, "intermediate_size": 53, "num_attention_heads": 6, "num_key_value_heads": 3}
     ids = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS}
     config = LlamaConfig(vocab_size=VOCAB + 1, num_hidden_layers=2, tie_word_embeddings=False, **sizes, **ids)
@@ -41,7 +41,7 @@ def saved(folder, model, dtype=torch.float32, **options):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Models of all kinds of files."""
+    """Return models in all kinds of files."""
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(1)
     gguf = tmp_path / "m.gguf"
@@ -65,8 +65,10 @@ def every_case(folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "processes"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp2/2", 4)])
-def test_shards_are_slices_of_the_model_that_is_loaded_whole(engine, processes, folders):
-    """Bit by bit, with equal or unequal shards or replicated ones; and so are parameters after three steps."""
+def test_shards_are_slices_of_the_fully_loaded_model(engine, processes, folders):
+    """Shards are compared exactly, whether equal, unequal or replicated. Parameters after three steps are compared,
+    too.
+    """
     cases = every_case(folders) if processes == 2 else [f"fp32={folders['several files']}", f"lora={folders['tied']}"]
     done = in_processes(processes, LOADS, engine, *cases)
     assert done.stdout.count("loaded") == processes
@@ -74,7 +76,7 @@ def test_shards_are_slices_of_the_model_that_is_loaded_whole(engine, processes, 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("processes", [2, 3])
-def test_partitions_of_zero_3_are_slices_of_the_model_that_is_loaded_whole(processes, folders, monkeypatch, tmp_path):
+def test_zero_3_partitions_are_slices_of_the_fully_loaded_model(processes, folders, monkeypatch, tmp_path):
     for name, value in {"DS_ACCELERATOR": "cpu", "DS_IGNORE_CUDA_DETECTION": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
@@ -87,8 +89,8 @@ def test_partitions_of_zero_3_are_slices_of_the_model_that_is_loaded_whole(proce
 
 
 @pytest.mark.parametrize("kind", ["tied", "several files", "qwen in bf16"])
-def test_placeholders_take_no_memory_and_are_the_model_otherwise(kind, folders):
-    """Generation and configuration agree, too, and so do the rows that are read."""
+def test_placeholders_take_no_memory_and_match_the_model_otherwise(kind, folders):
+    """The generation config, the config and the rows that are read are those of the fully loaded model."""
     folder = folders[kind]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5], "temperature": 0.7}))
     expected, _ = load.load_pretrained(str(folder), torch.float32)
@@ -120,7 +122,7 @@ def with_bin_file(folder):
 
 
 def with_two_heads(folder):
-    """A checkpoint that says that they are tied, and has both."""
+    """Add an output matrix to a checkpoint whose config says that embeddings are tied."""
     [file] = folder.glob("*.safetensors")
     weights = load_file(file)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
@@ -137,7 +139,7 @@ def with_two_heads(folder):
         (tiny_llama, with_two_heads, {}, "its parameters are not tensors of safetensors files"),
     ],
 )
-def test_what_cannot_be_read_by_shards_is_loaded_whole_and_says_why(model, change, options, reason, tmp_path):
+def test_model_that_cannot_be_read_by_shards_is_loaded_fully_with_a_reason(model, change, options, reason, tmp_path):
     change(saved(tmp_path, model))
     expected, _ = load.load_pretrained(str(tmp_path), torch.float32)
     found, _, stored = load.load_placeholders(str(tmp_path), torch.float32, **options)
@@ -170,8 +172,8 @@ def with_a_wrong_shape(folder):
 
 
 @pytest.mark.parametrize("change", [without_a_layer, cut, with_a_wrong_shape])
-def test_files_that_are_damaged_are_the_same_line_as_when_they_are_loaded_whole(change, tmp_path, monkeypatch):
-    """Which is not tried a second time."""
+def test_damaged_files_give_the_same_error_as_a_full_load(change, tmp_path, monkeypatch):
+    """The model is not loaded a second time."""
     change(saved(tmp_path, tiny_llama))
     with pytest.raises(UserError) as whole:
         load.load_pretrained(str(tmp_path), torch.float32)
@@ -181,7 +183,7 @@ def test_files_that_are_damaged_are_the_same_line_as_when_they_are_loaded_whole(
     assert str(by_shards.value) == str(whole.value)
 
 
-# ---------------------------------------------------------------- a process whose files differ
+# ---------------------------------------------------------------- files that one process cannot read
 
 
 APART = """
@@ -209,7 +211,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [cut, without_a_file, None], ids=["cut", "missing", "removed meanwhile"])
-def test_a_file_that_one_process_cannot_read_ends_all_with_one_line(change, recipe, model_dir, tmp_path):
+def test_file_that_one_process_cannot_read_ends_all_with_one_line(change, recipe, model_dir, tmp_path):
     for rank in ("0", "1"):
         saved(tmp_path / rank / "model", untied_llama, max_shard_size="20KB")
     if change:
@@ -246,7 +248,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_converted_by_the_first_process_alone(folders, recipe, model_dir, tmp_path):
+def test_gguf_file_is_converted_only_by_the_first_process(folders, recipe, model_dir, tmp_path):
     (tmp_path / "counting.py").write_text(CONVERTED)
     recipe.write_text(recipe.read_text().replace(str(model_dir), str(folders["gguf"])))
     settings = ["--runtime.engine", "fsdp2", "--evaluate.every", 0, "--algorithm.steps", 1]

@@ -1,4 +1,4 @@
-"""AdamW in one pass has the bits of torch's clip_grad_norm_, AdamW and cast."""
+"""Test that AdamW in one pass gives exactly the results of torch's clip_grad_norm_, AdamW and cast."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def equal(one, other):
         {"lr": 0.1, "weight_decay": 0.01, "betas": (0.5, 0.9), "eps": 1e-3},
     ],
 )
-def test_steps_and_norms_are_those_of_torch_to_the_bit(settings, threads):
+def test_steps_and_norms_equal_those_of_torch_exactly(settings, threads):
     ours, theirs = model(), model()
     one, other = OnePassAdamW(ours.parameters(), **settings), torchs(theirs, settings)
     before = torch.get_num_threads()
     try:
         for step in range(12):
             torch.set_num_threads(threads)
-            # Large and small: clipped and not; and parameters that have no part in some steps.
+            # Large gradients are clipped and small ones are not. Some parameters have no gradient in some steps.
             give_gradients((ours, theirs), step, (1.0, 1e-4)[step % 2], ("narrow", "wide")[: step % 3])
             for optimizer in (one, other):
                 optimizer.param_groups[0]["lr"] = settings["lr"] / (1 + step)
@@ -79,7 +79,7 @@ def test_steps_and_norms_are_those_of_torch_to_the_bit(settings, threads):
         assert {key: value.tolist() for key, value in mine.items()} == {k: v.tolist() for k, v in others.items()}
 
 
-def test_without_a_limit_nothing_is_clipped_and_a_clip_holds_for_one_step():
+def test_gradients_are_clipped_only_after_clip_gradients_and_for_one_step():
     ours, theirs = model(), model()
     settings = {"lr": 0.1, "weight_decay": 0.0}
     one, other = OnePassAdamW(ours.parameters(), **settings), torchs(theirs, settings)
@@ -93,7 +93,7 @@ def test_without_a_limit_nothing_is_clipped_and_a_clip_holds_for_one_step():
         assert equal(ours, theirs)
 
 
-def test_a_gradient_is_read_as_it_lies():
+def test_transposed_gradients_are_read_correctly():
     ours, theirs = model(), model()
     one, other = (by(m) for by, m in ((lambda m: OnePassAdamW(m.parameters(), lr=0.1), ours), (simplest, theirs)))
     give_gradients((ours, theirs), 0)
@@ -109,7 +109,7 @@ def simplest(module):
     return torchs(module, {"lr": 0.1, "weight_decay": 0.0})
 
 
-def test_it_goes_on_from_the_state_of_torchs():
+def test_one_pass_continues_from_the_state_of_torch():
     ours, theirs = model(), model()
     first, other = simplest(ours), simplest(theirs)
     for step in range(3):
@@ -125,11 +125,11 @@ def test_it_goes_on_from_the_state_of_torchs():
     assert equal(ours, theirs)
 
 
-# ---------------------------------------------------------------- what is computed with
+# ---------------------------------------------------------------- copies in the compute dtype
 
 
 def casts_of(module, dtype=BF16):
-    """A joined matrix, a matrix by itself, and one that nobody has asked for yet."""
+    """Return the casts of a joined matrix, of a single matrix, and of one that has not been used yet."""
     joined = CastWeights([(module, "wide"), (module, "wider")], dtype)
     alone, later = (CastWeights([(module, name)], dtype) for name in ("narrow", "large"))
     joined.get_cast_copy(), alone.get_cast_copy()
@@ -151,17 +151,17 @@ def fresh(part):
     return torch.cat([m.detach() for m in part.get_masters()]).to(part.dtype)
 
 
-def test_copies_are_cast_in_the_step_and_not_once_more():
+def test_copies_are_cast_in_the_step_and_not_again():
     _, (joined, alone, later) = stepped()
     assert torch.equal(joined.cast_copy, fresh(joined))
     assert torch.equal(alone.cast_copy, fresh(alone))
-    joined.cast_copy.zero_()  # whoever casts it again writes over this
+    joined.cast_copy.zero_()  # casting again would overwrite this
     assert not joined.get_cast_copy().any()
     assert later.cast_copy is None
     assert torch.equal(later.get_cast_copy(), fresh(later))
 
 
-def test_a_weight_that_is_changed_by_someone_else_is_cast_again():
+def test_weight_changed_outside_the_optimizer_is_cast_again():
     module, (joined, alone, _) = stepped()
     with torch.no_grad():
         module.wide += 1
@@ -170,20 +170,20 @@ def test_a_weight_that_is_changed_by_someone_else_is_cast_again():
     assert torch.equal(alone.get_cast_copy(), fresh(alone))
 
 
-def test_of_a_matrix_that_is_stepped_in_part_all_is_cast_when_it_is_asked_for():
+def test_joined_matrix_with_a_partial_step_is_cast_again_as_a_whole():
     module = model()
     module.wider = torch.nn.Parameter(torch.ones(2, 112))
     joined, *_ = parts = casts_of(module)
     optimizer = OnePassAdamW(module.parameters(), lr=0.1, cast_weights=parts)
     with torch.no_grad():
-        module.wider += 1  # it has no gradient, and its copy is an older one
+        module.wider += 1  # it has no gradient, and its copy is outdated
     give_gradients([module], 1)
     optimizer.step()
     assert torch.equal(joined.get_cast_copy(), fresh(joined))
 
 
-def test_what_is_joined_in_fp32_shares_the_memory_of_its_parts():
-    """The optimizer steps both at once, and nothing is copied."""
+def test_joined_fp32_weights_share_the_memory_of_their_masters():
+    """The optimizer updates both at once, and nothing is copied."""
     _, (joined, *_) = stepped(torch.float32)
     assert torch.equal(joined.cast_copy, fresh(joined))
     assert joined.get_cast_copy() is joined.cast_copy
@@ -191,7 +191,7 @@ def test_what_is_joined_in_fp32_shares_the_memory_of_its_parts():
         assert master.data_ptr() == part.data_ptr()
 
 
-# ---------------------------------------------------------------- what it is for
+# ---------------------------------------------------------------- supported parameters
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_what_is_joined_in_fp32_shares_the_memory_of_its_parts():
     [torch.zeros(3, 5), torch.zeros(16, dtype=BF16), torch.zeros(16, 32).T, torch.zeros(16, device="meta")],
     ids=["of other sizes", "in bf16", "turned", "elsewhere"],
 )
-def test_other_parameters_are_left_to_torch(other):
+def test_unsupported_parameters_are_left_to_torch(other):
     assert supports_one_pass([torch.zeros(16), torch.zeros(3, 48)])
     assert not supports_one_pass([torch.zeros(16), other])
 
 
-def test_a_policy_on_the_cpu_is_stepped_so_and_its_copies_with_it():
+def test_policy_on_the_cpu_uses_one_pass_adamw_with_its_copies():
     policy = make_policy(dtype=BF16)
     optimizer = torch_engine.build_optimizer(AdamWConfig(), policy)
     assert isinstance(optimizer, OnePassAdamW)
@@ -212,7 +212,7 @@ def test_a_policy_on_the_cpu_is_stepped_so_and_its_copies_with_it():
     assert isinstance(torch_engine.build_optimizer(AdamWConfig(offload=True), policy), OffloadedAdamW)
 
 
-def test_where_a_bit_differs_torch_goes_on(monkeypatch):
+def test_difference_from_torch_is_found(monkeypatch):
     assert one_pass.load_one_pass()[0]
     monkeypatch.setattr(one_pass.OnePassAdamW, "clip_gradients", lambda self, max_norm: torch.zeros(()))
     assert native.find_difference(one_pass.compare_optimizers(OnePassAdamW))

@@ -1,4 +1,4 @@
-"""The offloaded optimizer is torch's, to rounding; and bf16 weights do not lose small steps."""
+"""Test that the offloaded optimizer matches torch's up to rounding and keeps small steps of bf16 weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def follow(optimizer, parameters, steps=20):
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         if i == 10:
             optimizer.param_groups[0]["lr"] *= 0.1
-            parameters[1].grad = None  # a parameter that had no part in this step
+            parameters[1].grad = None  # a parameter without a gradient in this step
         optimizer.step()
         optimizer.zero_grad()
     return parameters
@@ -29,7 +29,7 @@ def follow(optimizer, parameters, steps=20):
 @pytest.mark.parametrize(
     "settings", [{"lr": 0.1}, {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-3}]
 )
-def test_it_takes_torchs_steps(settings):
+def test_offloaded_adamw_takes_the_steps_of_torch(settings):
     defaults = {"weight_decay": 0.0} | settings
     ours, theirs = weights(), weights()
     follow(OffloadedAdamW(ours, **defaults), ours)
@@ -39,7 +39,7 @@ def test_it_takes_torchs_steps(settings):
 
 
 def test_bf16_weights_are_their_rounded_fp32_masters():
-    """Steps of 1e-5 are below the spacing of bf16 under 1: rounded each time, they would all be lost."""
+    """Steps of 1e-5 are below the spacing of bf16 under 1. If each step were rounded, all of them would be lost."""
     p, lost = (torch.ones(4, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     master = torch.ones(4, requires_grad=True)
     ours = OffloadedAdamW([p], lr=1e-5)
@@ -55,7 +55,7 @@ def test_bf16_weights_are_their_rounded_fp32_masters():
     assert p.equal(ours.masters[p].to(torch.bfloat16))
 
 
-def test_state_is_fp32_on_the_cpu_whatever_the_weights_are():
+def test_state_is_fp32_on_the_cpu_for_every_weight_dtype():
     parameters = weights(torch.bfloat16)
     optimizer = OffloadedAdamW(parameters)
     follow(optimizer, parameters, steps=1)
@@ -81,8 +81,8 @@ def test_state_survives_a_save():
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_masters_that_someone_holds_are_stepped_where_they_lie():
-    """From what they are, not from the weights that were rounded from them."""
+def test_given_masters_are_updated_in_place():
+    """The step starts from the masters, not from the weights that were rounded from them."""
     held = [torch.full((4,), 1.001), torch.full((2, 2), 0.999)]
     rounded = [x.bfloat16().requires_grad_() for x in held]
     twins = [x.clone().requires_grad_() for x in held]

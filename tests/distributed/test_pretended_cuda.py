@@ -1,4 +1,4 @@
-"""Runs and tests on a device that says it is cuda:0, in a process of its own: torch takes one such device for good."""
+"""Run tests on a simulated cuda:0 in separate processes, because torch cannot unregister such a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_on_cuda(library, *arguments, interpret=False):
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", [False, True], ids=["operators", "Triton"])
 def test_counts_on_cuda(interpret, library):
-    """Of kernels, waits, kept bytes and graphs."""
+    """Counts kernels, waits, saved bytes and graphs."""
     run_on_cuda(library, "tests/models/on_cuda_counts.py", interpret=interpret)
 
 
@@ -45,13 +45,13 @@ def test_decode_steps_by_triton_on_cuda(library):
 
 @pytest.mark.slow
 def test_runs_on_cuda(library):
-    """By graphs and flash attention, without Triton, whose interpreter takes minutes for a run."""
+    """The runs use graphs and flash attention but not Triton, whose interpreter takes minutes for a run."""
     run_on_cuda(library, "tests/distributed/on_cuda_runs.py")
 
 
 @pytest.mark.slow
 def test_trainings_on_cuda(library):
-    """Their metrics and weights are the CPU's."""
+    """Metrics and weights are compared with those of the CPU."""
     run_on_cuda(library, "tests/distributed/on_cuda_trainings.py")
 
 
@@ -63,7 +63,7 @@ def test_graphs_and_waits_on_cuda(library):
 
 @pytest.mark.slow
 def test_an_update_on_cuda(library):
-    """Its gradients are the CPU's, by Triton."""
+    """Gradients of Triton are compared with those of the CPU."""
     run_on_cuda(library, "tests/models/on_cuda_update.py", interpret=True)
 
 

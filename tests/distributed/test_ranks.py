@@ -1,4 +1,4 @@
-"""Two processes, stopped and resumed: each goes on with what was its own."""
+"""Test what two processes exchange, and that each resumes with its own state."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def launch(*arguments):
 
 
 @pytest.mark.slow
-def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_again(tmp_path):
-    """Also where there are more in one process than in the other."""
+def test_sum_keeps_its_terms_and_shards_are_gathered_in_order(tmp_path):
+    """Five items are shared among two processes, so one of them has more."""
     (tmp_path / "exchange.py").write_text(EXCHANGE)
     in_two_processes(tmp_path / "exchange.py", tmp_path)
     for rank in (0, 1):
@@ -104,8 +104,8 @@ def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_agai
 
 
 @pytest.mark.slow
-def test_what_a_thread_exchanges_never_mixes_with_what_another_does(tmp_path):
-    """As of rollouts that are drawn ahead, beside an update."""
+def test_collectives_of_two_threads_do_not_mix(tmp_path):
+    """Rollouts that are drawn ahead run in a thread beside an update."""
     (tmp_path / "beside.py").write_text(BESIDE)
     in_two_processes(tmp_path / "beside.py", tmp_path)
     for rank in (0, 1):
@@ -113,8 +113,8 @@ def test_what_a_thread_exchanges_never_mixes_with_what_another_does(tmp_path):
         assert found == {"0": ["here 0", "here 1", 2.0], "1": ["beside 0", "beside 1", 20.0]}
 
 
-def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):
-    """As behind a cut cable, where not even a refusal comes."""
+def test_unresponsive_store_counts_as_missing_rank_0(monkeypatch):
+    """A cut cable gives no answer at all, not even a refused connection."""
 
     class Gone:
         def set(self, key, value):
@@ -130,7 +130,7 @@ def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_generators(recipe, tmp_path):
+def test_two_processes_resume_identically_with_their_own_replay_and_generators(recipe, tmp_path):
     (tmp_path / "apart_task.py").write_text(TASK)
     text = recipe.read_text()
     [task] = [line for line in text.splitlines() if "digits_task.py" in line]
@@ -171,8 +171,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_no_process_writes_into_a_folder_that_another_has_not_looked_at_yet(recipe, tmp_path):
-    """Rewards have a log there."""
+def test_no_process_writes_to_the_folder_before_all_have_checked_it(recipe, tmp_path):
+    """The log of rewards is written there."""
     (tmp_path / "late.py").write_text(LATE)
     settings = ["--algorithm.steps", 1, "--evaluate.every", 0]
     in_two_processes(tmp_path / "late.py", "train", recipe, "--run", tmp_path / "run", *settings)

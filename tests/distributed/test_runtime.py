@@ -1,4 +1,4 @@
-"""Optimizer steps, schedules and their state, in one process; `test_run.py` has two."""
+"""Test optimizer steps, schedules and their state in one process; `test_run.py` uses two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def copies(runtime):
 
 def test_steps_equal_those_of_torch():
     policy, twin = make_policy(), make_policy()
-    betas, eps = (0.7, 0.9), 1e-3  # so that none of torch's own defaults would do
+    betas, eps = (0.7, 0.9), 1e-3  # none of them is a default of torch
     settings = AdamWConfig(lr=1e-2, betas=betas, eps=eps, weight_decay=0.1, max_grad_norm=0.5)
     runtime = Runtime(policy, settings, total_updates=3)
     plain = torch.optim.AdamW(twin.trainable().values(), lr=1e-2, betas=betas, eps=eps, weight_decay=0.1)
@@ -43,7 +43,7 @@ def test_steps_equal_those_of_torch():
         torch.testing.assert_close(p, twin.trainable()[name], rtol=0, atol=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
+def test_nonfinite_gradient_changes_no_weights_and_no_moments():
     policy = make_policy()
     runtime = Runtime(policy, AdamWConfig(lr=0.1), total_updates=3)
     step(runtime, policy)
@@ -58,7 +58,7 @@ def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_step_leaves_the_next_one_no_gradient(offload):
+def test_step_clears_the_gradients(offload):
     policy = make_policy()
     runtime = Runtime(policy, AdamWConfig(offload=offload), total_updates=1)
     step(runtime, policy)
@@ -66,8 +66,8 @@ def test_a_step_leaves_the_next_one_no_gradient(offload):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_gradient_of_zero_takes_no_step_and_is_counted(offload):
-    """Else the momentum of earlier steps, and weight decay, would move the weights with nothing to learn."""
+def test_zero_gradient_takes_no_step_and_is_counted(offload):
+    """Otherwise the momentum of earlier steps and weight decay would move the weights without a training signal."""
     policy = make_policy()
     runtime = Runtime(
         policy, AdamWConfig(lr=0.1, weight_decay=0.1, schedule="linear", offload=offload), total_updates=4
@@ -86,7 +86,7 @@ def test_a_gradient_of_zero_takes_no_step_and_is_counted(offload):
     assert step(runtime, policy, math.nan)["idle"] == 0.0
 
 
-def test_the_learning_rate_rises_then_falls():
+def test_learning_rate_rises_then_falls():
     rates = {
         name: [AdamWConfig(lr=1.0, warmup=2, schedule=name).compute_lr(update, 6) for update in range(1, 7)]
         for name in ("constant", "linear", "cosine")
@@ -98,8 +98,8 @@ def test_the_learning_rate_rises_then_falls():
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("linear", 0.0), ("cosine", 0.0)])
-def test_past_its_end_the_learning_rate_neither_turns_round_nor_rises(schedule, last):
-    """Reached by a run that is resumed with fewer steps, epochs or minibatches."""
+def test_learning_rate_stays_at_its_end_value_past_the_last_update(schedule, last):
+    """A run that is resumed with fewer steps, epochs or minibatches gets there."""
     for warmup in (0, 2):
         cfg = AdamWConfig(lr=1.0, warmup=warmup, schedule=schedule)
         assert [cfg.compute_lr(update, 6) for update in (7, 8, 12, 13, 100)] == [last] * 5
@@ -107,8 +107,8 @@ def test_past_its_end_the_learning_rate_neither_turns_round_nor_rises(schedule, 
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_each_step_is_taken_at_its_own_rate(offload):
-    """Where the gradient is always 1, so are AdamW's two corrected moments: a weight moves by the rate itself."""
+def test_each_step_uses_its_own_learning_rate(offload):
+    """If the gradient is always 1, both corrected moments of AdamW are 1, so a weight moves by exactly the rate."""
     policy = make_policy()
     for p in policy.trainable().values():
         p.data.zero_()
@@ -124,8 +124,8 @@ def test_each_step_is_taken_at_its_own_rate(offload):
 
 
 @pytest.mark.slow
-def test_the_rate_falls_over_all_steps_of_a_run_and_goes_on_where_a_resumed_one_was(recipe, tmp_path):
-    """Two steps of two epochs and two minibatches: eight updates, the first two of them warmup."""
+def test_learning_rate_covers_all_updates_and_continues_in_a_resumed_run(recipe, tmp_path):
+    """Two steps with two epochs and two minibatches make eight updates, of which the first two are warmup."""
     rates = []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     fixed = ["--optimizer.lr", "0.006", "--optimizer.schedule", "linear", "--evaluate.every", "0"]
@@ -147,7 +147,7 @@ def ended(arguments):
     return exit_.value.code
 
 
-def test_the_optimizer_state_comes_back():
+def test_optimizer_state_is_restored():
     policy = make_policy()
     runtime = Runtime(policy, AdamWConfig(lr=0.1, warmup=5), total_updates=10)
     step(runtime, policy)

@@ -1,4 +1,4 @@
-"""Several processes that sample from the same servers: what they train is what one process with one server trains."""
+"""Test that several processes with shared sampler servers train what one process with one server trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("served_engines.py")
 
 
 class Counted(Beside):
-    """Remembers the seeds of the rows that it was asked for, which differ from row to row."""
+    """Record the seeds of the requested rows, which differ from row to row."""
 
     seeds = ()
 
@@ -34,7 +34,7 @@ class Counted(Beside):
 
 @contextmanager
 def servers(count):
-    """So many hosts, and their addresses."""
+    """Yield `count` hosts and their addresses."""
     if count == 0:
         yield [], []
         return
@@ -45,7 +45,7 @@ def servers(count):
 
 @cache
 def alone(case):
-    """By one process with one server."""
+    """Return the result of one process with one server, and the seeds of its rows."""
     with servers(1) as ([host], urls):
         found = trained(RuntimeConfig(), urls, **CASES[case])
         return found, sorted(host.engine.seeds)
@@ -59,7 +59,7 @@ def same_as_alone(found, case, where):
 
 
 def compared(processes, engines, cases, folder, servers_count=2):
-    """Train each case on each engine, and compare what came of it with one process."""
+    """Train each case on each engine, and compare the result with that of one process."""
     for engine, named in engines.items():
         for case in cases:
             with servers(servers_count) as (hosts, urls):
@@ -80,7 +80,7 @@ def compared(processes, engines, cases, folder, servers_count=2):
     ],
     ids=["1", "2", "4"],
 )
-def test_three_steps_are_those_of_one_process_with_one_server(processes, engines, cases, tmp_path):
+def test_three_steps_equal_those_of_one_process_with_one_server(processes, engines, cases, tmp_path):
     compared(processes, engines, cases, tmp_path)
 
 
@@ -91,7 +91,9 @@ def test_three_steps_are_those_of_one_process_with_one_server(processes, engines
     ids=["1", "2", "4"],
 )
 @pytest.mark.parametrize("stage", [2, 3])
-def test_under_zero_they_are_the_same(stage, processes, cases, tmp_path, monkeypatch, tmp_path_factory):
+def test_three_steps_with_zero_equal_those_of_one_process(
+    stage, processes, cases, tmp_path, monkeypatch, tmp_path_factory
+):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", "1")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))

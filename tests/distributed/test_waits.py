@@ -1,6 +1,6 @@
-"""How often the host waits for a device in a step of training: counted on a simulated one.
+"""Test how often the host waits for a device in a training step, counted on a simulated device.
 
-Copies to a device do not wait for CUDA where the package takes care of that, so they count only there:
+Waits for copies to the device count only on CUDA, for which the package makes copies that do not wait.
 test_pretended_cuda.py runs this file, too.
 """
 
@@ -35,7 +35,7 @@ def count_waits(gpu):
 
 
 class Counted:
-    """Counts the waits of each call of what it stands before."""
+    """Count the waits of each call of a function."""
 
     def __init__(self, monkeypatch, gpu, owner, name):
         self.calls = []
@@ -64,9 +64,9 @@ def steps(policy, count, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_a_micro_batch_waits_twice_at_most_and_on_cuda_never(settings, gpu, monkeypatch):
-    """For what the loss is made of, and for what of it has a gradient. A step waits for its norm, and an update on CUDA
-    for its metrics.
+def test_micro_batch_waits_at_most_twice_and_never_on_cuda(settings, gpu, monkeypatch):
+    """The two waits are for the parts of the loss and for those of them with a gradient. A step waits for its norm, and
+    an update on CUDA waits for its metrics.
     """
     updates = Counted(monkeypatch, gpu, grpo, "update_policy")
     steps(policy_there(tiny_llama), 2, **settings)

@@ -1,4 +1,4 @@
-"""Every command and program of the pages for users runs, in the order of its page, in a folder of its own."""
+"""Test that every command and program of the user pages runs, in the order of its page and in a separate folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_commands_and_programs_of_a_page_run(name, tmp_path):
         (tmp_path / folder).symlink_to(ROOT / folder)
     shims = tmp_path / ".bin"
     shims.mkdir()
-    # A link to the interpreter of a virtual environment would not find its packages.
+    # A symbolic link to the interpreter of a virtual environment would not find its packages.
     for shim, script in {"pellucid": f'"{ROOT}/tests/shortened.py"', "python": ""}.items():
         (shims / shim).write_text(f'#!/bin/sh\nexec "{sys.executable}" {script} "$@"\n')
         (shims / shim).chmod(0o755)
@@ -55,10 +55,10 @@ def test_commands_and_programs_of_a_page_run(name, tmp_path):
     try:
         run_page(RUN[name], tmp_path, environment, groups)
     finally:
-        for group in groups:  # a server in the background answers the blocks that follow
+        for group in groups:  # a server in the background answers later blocks
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-        shutil.rmtree(tmp_path, ignore_errors=True)  # gigabytes of checkpoints
+        shutil.rmtree(tmp_path, ignore_errors=True)  # checkpoints take gigabytes
 
 
 def run_page(blocks, folder, environment, groups):

@@ -1,4 +1,4 @@
-"""The site builds without a warning, works from a file, and asks nobody for anything."""
+"""Test that the site builds without a warning, works from local files, and loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Links(HTMLParser):
 
 
 @pytest.mark.slow
-def test_no_page_loads_anything_from_elsewhere(site):
+def test_no_page_loads_anything_from_other_servers(site):
     for page in site.rglob("*.html"):
         loaded = Links(page.read_text(encoding="utf-8")).loaded
         assert [url for url in loaded if re.match(r"(\w+:)?//", url)] == [], page
@@ -78,7 +78,7 @@ def test_no_page_loads_anything_from_elsewhere(site):
 
 
 @pytest.mark.slow
-def test_every_link_of_the_site_leads_to_a_file_and_a_heading_that_are_there(site):
+def test_links_of_the_site_lead_to_existing_files_and_headings(site):
     pages = {page: Links(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
     for page, links in pages.items():
         for target in links.targets:
@@ -92,7 +92,7 @@ def test_every_link_of_the_site_leads_to_a_file_and_a_heading_that_are_there(sit
 
 
 @pytest.mark.slow
-def test_search_finds_pages_but_not_the_lab_book(site):
+def test_search_finds_pages_except_the_lab_book(site):
     index = json.loads(re.search(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(encoding="utf-8"))[1])
     lab_book = index["docnames"].index("contributing/lab-book")
     found = index["terms"].values()
@@ -101,7 +101,7 @@ def test_search_finds_pages_but_not_the_lab_book(site):
 
 
 @pytest.mark.slow
-def test_language_models_find_every_page_for_users(site):
+def test_llms_txt_lists_every_user_page(site):
     listed = (site / "llms.txt").read_text(encoding="utf-8")
     whole = (site / "llms-full.txt").read_text(encoding="utf-8")
     for folder in USER_FOLDERS:

@@ -1,4 +1,4 @@
-"""`pellucid doctor`: a line for each thing that may be missing, and none of them ends it."""
+"""Tests of `pellucid doctor`: it prints one line per check, and a missing part does not make it fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pellucid.utils import hardware
 
 @pytest.fixture
 def machine(monkeypatch):
-    """One whose speed is known: 1.5 and 3 TFLOP/s."""
+    """Return a monkeypatch on a machine that multiplies at 1.5 TFLOP/s in fp32 and 3 TFLOP/s in bf16."""
     speeds = {torch.float32: 1.5, torch.bfloat16: 3.0}
     monkeypatch.setattr(hardware, "measure_matmul_tflops", speeds.get)
     monkeypatch.setattr(hardware, "keep_freed_memory", lambda: False)
@@ -31,7 +31,7 @@ def reported(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_it_says_what_the_machine_is_and_does(machine, capsys):
+def test_report_shows_versions_speed_threads_and_free_disk_space(machine, capsys):
     report = reported(capsys)
     for said in (f"pellucid {__version__}", f"torch {torch.__version__.partition('+')[0]}", "bf16 3.00 TFLOP/s"):
         assert said in report
@@ -40,7 +40,7 @@ def test_it_says_what_the_machine_is_and_does(machine, capsys):
     assert "GB free here" in report
 
 
-def test_an_extra_that_is_missing_is_named_with_its_command(machine, capsys):
+def test_missing_extra_is_reported_with_its_install_command(machine, capsys):
     find = importlib.util.find_spec
     machine.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     report = reported(capsys)
@@ -48,7 +48,7 @@ def test_an_extra_that_is_missing_is_named_with_its_command(machine, capsys):
     assert "lora installed" in report
 
 
-def test_every_extra_of_the_package_is_looked_for():
+def test_doctor_checks_every_extra_of_the_package():
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert doctor.EXTRAS.keys() == extras.keys() - {"all", "docs", "dev"}
     for extra, modules in doctor.EXTRAS.items():
@@ -56,7 +56,7 @@ def test_every_extra_of_the_package_is_looked_for():
         assert modules == wanted
 
 
-def test_a_default_model_that_is_not_there_is_one_line_of_many(machine, capsys):
+def test_missing_default_model_is_one_line_of_the_report(machine, capsys):
     def missing(name):
         raise UserError(f"{name} is not installed: make setup")
 
@@ -66,7 +66,7 @@ def test_a_default_model_that_is_not_there_is_one_line_of_many(machine, capsys):
     assert "plots" in report, "the lines after it are there, too"
 
 
-def test_what_is_found_is_printed_as_it_stands(machine, capsys):
-    """Brackets are markup to rich."""
+def test_brackets_are_printed_literally(machine, capsys):
+    """rich reads brackets as markup."""
     machine.setattr(hardware, "get_cpu_name", lambda: "Core [bold]5[/bold]")
     assert "Core [bold]5[/bold]" in reported(capsys)

@@ -1,4 +1,4 @@
-"""The plan of memory: against a published calculation, against what autograd keeps, against what a model holds."""
+"""Tests of the memory plan against a published calculation, the bytes that autograd keeps, and the bytes of a model."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(("devices", "gib"), [(1, 51.8), (2, 31.7), (4, 21.6), (6, 18.2)])
-def test_zero_2_of_three_billion_parameters(devices, gib):
-    """Weights and reference whole in bf16, 14 bytes a parameter shared out: the sum that contradicts the source's own
-    table. Here gradients are in fp32, 2 bytes more; the reference of transformers has fp32 masters, 4 more; and there
-    is a bucket."""
+def test_zero_2_plan_of_a_3b_model_matches_published_calculation(devices, gib):
+    """The published calculation has whole weights and a whole reference in bf16, and 14 bytes per parameter that are
+    sharded. It contradicts the table of its own source. The plan adds 2 bytes for fp32 gradients, 4 bytes for the fp32
+    masters of the transformers reference, and a bucket."""
     model = memory.ModelFacts(SimpleNamespace(model_type="other"), 3_090_000_000, 3_090_000_000)
     cfg = with_engine(configured(kl_coef=0.02, dtype="bfloat16", engine="transformers"), RuntimeConfig("deepspeed"))
     state = memory.estimate_training_state(model, cfg, devices)
@@ -71,7 +71,7 @@ def test_zero_2_of_three_billion_parameters(devices, gib):
     assert (sum(state.values()) - more) / GIB == pytest.approx(gib, abs=0.1)
 
 
-def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
+def test_planned_state_equals_bytes_of_policy_and_optimizer(folder):
     model = memory.describe_model(PolicyConfig(str(folder)))
     policy = make_policy()
     held = sum(p.numel() * p.element_size() for p in policy.model.parameters())
@@ -88,7 +88,7 @@ def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
     assert memory.estimate_training_state(model, configured(kl_coef=0.1))["reference"] * 1e9 == pytest.approx(held)
 
 
-def test_a_reference_on_the_device_of_the_policy_is_counted_however_it_is_named(folder):
+def test_reference_counts_the_same_with_auto_and_with_a_named_device(folder):
     model, cfg = memory.describe_model(PolicyConfig(str(folder))), configured(kl_coef=0.1)
     cfg = replace(cfg, policy=replace(cfg.policy, device="cpu"))
     with_auto = memory.estimate_training_state(model, cfg)["reference"]
@@ -96,14 +96,14 @@ def test_a_reference_on_the_device_of_the_policy_is_counted_however_it_is_named(
     assert memory.estimate_training_state(model, named)["reference"] == with_auto > 0
 
 
-def test_an_adapter_counts_its_own_parameters(folder):
+def test_trained_parameters_of_an_adapter_exclude_the_base(folder):
     adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert memory.describe_model(PolicyConfig(str(folder), lora=4)).trained_count == trained
 
 
 def kept_by_autograd(policy, batch):
-    """Bytes of what a forward pass saves for its backward pass, weights and attention masks aside."""
+    """Return the bytes that a forward pass saves for its backward pass, without weights and attention masks."""
     copies = [part.get_cast_copy() for part in policy.decoder.list_cast_weights()]
     weights = {p.untyped_storage().data_ptr() for p in (*policy.weights().values(), *copies)}
     saved = {}
@@ -140,16 +140,17 @@ WIDTHS = [
 
 
 @pytest.mark.parametrize(("dtype", "wide"), WIDTHS)
-def test_activations_are_what_autograd_keeps(dtype, wide):
+def test_planned_activations_match_bytes_kept_by_autograd(dtype, wide):
     policy = make_policy(dtype=dtype)
-    batch = batch_of(prompt=8, response=41, rows=8)  # the last token of a response is not read
+    batch = batch_of(prompt=8, response=41, rows=8)  # the last token of a response is not an input
     tokens = 8 + 8 * 40
     expected = tokens * policy.model.config.num_hidden_layers * memory.estimate_layer_bytes(policy.model.config, wide)
     assert kept_by_autograd(policy, batch) == pytest.approx(expected, rel=0.25 if wide == 4 else 0.15)
 
 
 @pytest.mark.parametrize(("dtype", "wide"), WIDTHS)
-def test_recomputed_activations_are_the_residual_stream(dtype, wide):
+def test_plan_with_checkpointing_matches_bytes_kept_by_autograd(dtype, wide):
+    """The plan also counts one recomputed layer, which autograd does not keep."""
     policy = make_policy(dtype=dtype, gradient_checkpointing=True)
     batch = batch_of(prompt=8, response=41, rows=8)
     cfg = configured(dtype=str(dtype).removeprefix("torch."))
@@ -159,28 +160,30 @@ def test_recomputed_activations_are_the_residual_stream(dtype, wide):
     assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
 
 
-def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
-    """fp32, of P bytes over 4: among four processes a quarter of 4 P, and while sampling 4 P more; in bf16 2 P."""
+def test_fsdp2_shards_state_and_samples_from_whole_weights(folder):
+    """A model with P parameters on four processes: each of them keeps a quarter of the fp32 state. While sampling it
+    has the gathered weights too: 4 P bytes in fp32, 2 P in bf16."""
     model = memory.describe_model(PolicyConfig(str(folder)))
     cfg = replace(configured(kl_coef=0.1), runtime=RuntimeConfig("fsdp2"))
     cfg = replace(cfg, policy=replace(cfg.policy, device="cuda"))
     p = model.parameter_count / 1e9
-    expected = {"weights": p, "gradients": p, "optimizer": 2 * p, "reference": p}  # 4, 4, 8 and 4 P, shared by four
+    expected = {"weights": p, "gradients": p, "optimizer": 2 * p, "reference": p}  # a quarter of 4, 4, 8 and 4 P bytes
     half = replace(cfg, policy=replace(cfg.policy, dtype="bfloat16"))
     for settings, width in ((cfg, 4), (half, 2)):
         assert memory.estimate_training_state(model, settings, 4) == pytest.approx(expected)
         whole = replace(settings, runtime=RuntimeConfig("ddp"))
         sampling, unsharded = (memory.estimate_phases(model, each, 4)["sampling"] for each in (settings, whole))
-        # ddp holds masters, moments and the reference, in bf16 a copy as well: 16 P in either dtype. A quarter of 16 P
-        # is here, without the gradients, and the gathered weights.
+        # While sampling there are no gradients. ddp holds masters, moments and the reference, and in bf16 a copy: 16 P
+        # bytes in either dtype. fsdp2 holds a quarter of 16 P, and the gathered weights.
         assert sampling - (4 + width) * p == pytest.approx(unsharded - 16 * p)
     hybrid = replace(cfg, runtime=RuntimeConfig("fsdp2", shards=2))
     assert memory.estimate_training_state(model, hybrid, 4)["gradients"] == pytest.approx(2 * p)
 
 
-def test_stages_of_zero_share_out_more_and_more(folder):
-    """fp32, of P bytes over 4, among four processes: stage 2 keeps 4 P, a copy of what the decoder joins, and a quarter
-    of 4 P + 12 P; stage 3 keeps a quarter of the weights, which are its masters."""
+def test_zero_3_shards_more_state_than_zero_2(folder):
+    """A model with P parameters in fp32 on four processes. ZeRO-2 keeps 4 P bytes of weights, a copy of the matrices
+    that the decoder joins, and a quarter of 4 P + 12 P. ZeRO-3 keeps a quarter of the weights, which are its masters.
+    """
     model = memory.describe_model(PolicyConfig(str(folder)))
     p, bucket = model.parameter_count / 1e9, 0.2
     two, three = (
@@ -204,10 +207,11 @@ def test_stages_of_zero_share_out_more_and_more(folder):
     )
 
 
-def test_while_a_model_is_loaded_a_process_needs_its_shards_or_all_of_it(folder):
-    """fp32, of P bytes over 4, among four processes. Read by shards a policy and its reference are a quarter of 4 P;
-    with ZeRO-3 there are gradients, moments, a bucket and one embedding, too. Else a policy is there with all its 4 P,
-    then beside a quarter of it the whole reference."""
+def test_loading_needs_the_shards_or_the_whole_model(folder):
+    """A model with P parameters in fp32 on four processes. An engine that reads the model shard by shard needs a
+    quarter of 4 P bytes for the policy and the same for the reference; ZeRO-3 adds gradients, moments, a bucket and one
+    embedding. Other engines first load all 4 P of the policy, and then the whole reference beside a quarter of the
+    policy."""
     model = memory.describe_model(PolicyConfig(str(folder)))
     p, libraries, embedding = model.parameter_count / 1e9, memory.LIBRARIES_GB, 4 * VOCAB * 32 / 1e9
 
@@ -237,7 +241,7 @@ def test_while_a_model_is_loaded_a_process_needs_its_shards_or_all_of_it(folder)
         (("--policy.engine", "transformers"), "Before fsdp2, ZeRO-2 or ZeRO-3 shards the state, each process loads"),
     ],
 )
-def test_the_plan_says_which_engines_load_a_model_whole(words, said, folder, tmp_path, capsys):
+def test_plan_says_which_engines_load_the_whole_model(words, said, folder, tmp_path, capsys):
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{folder}"\n')
     with pytest.raises(SystemExit):
@@ -245,7 +249,7 @@ def test_the_plan_says_which_engines_load_a_model_whole(words, said, folder, tmp
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-def test_smaller_pieces_need_less(folder):
+def test_micro_batches_shards_and_offloading_reduce_memory(folder):
     model = memory.describe_model(PolicyConfig(str(folder)))
 
     def whole(cfg, **settings):
@@ -280,8 +284,8 @@ def verdict_on(recipe, capsys, *words):
 
 
 @pytest.mark.parametrize("lacking", mostly_slow([0.4, 0.98, 0.7, 0.2, 0.1, 0.05], every=6))
-def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lacking, tmp_path, capsys, monkeypatch):
-    """The advice is taken as it is written, and the next verdict is that it fits."""
+def test_advice_of_the_verdict_leads_to_a_run_that_fits(lacking, tmp_path, capsys, monkeypatch):
+    """Apply the advice as it is printed: the next verdict says that the run fits."""
     shape = Path(__file__).parents[2] / "recipes" / "shapes" / "qwen2.5-3b"
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{shape}"\ndtype = "bfloat16"\n[sampler]\nmax_tokens = 2000\n')
@@ -301,8 +305,8 @@ def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lack
     assert verdict_on(recipe, capsys, *words).startswith("Verdict for this machine: fits, about")
 
 
-def test_the_advice_of_an_adapter_leaves_out_offloading(folder, tmp_path, capsys, monkeypatch):
-    """The memory is that of an adapter without it, since offloading gains nothing there."""
+def test_advice_for_an_adapter_turns_offloading_off(folder, tmp_path, capsys, monkeypatch):
+    """Offloading gains nothing with an adapter, so the memory in the advice is that without it."""
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{folder}"\n[optimizer]\noffload = true\n')
     monkeypatch.setattr(memory, "estimate_peak", lambda model, cfg, processes=1: 9.0 - 8.0 * (cfg.policy.lora > 0))
@@ -311,12 +315,12 @@ def test_the_advice_of_an_adapter_leaves_out_offloading(folder, tmp_path, capsys
 
 
 def test_vllm_beside_the_trainer_is_counted(folder, capsys):
-    """Its weights in the dtype of computing, and its cache; by servers nothing, since a copy lies on the disk."""
+    """vLLM counts with its weights in the compute dtype and its cache, servers with nothing: their copy is on disk."""
     model = memory.describe_model(PolicyConfig(str(folder)))
     size = sum(p.numel() for p in tiny_llama().parameters())
     for dtype, wide in (("bfloat16", 2), ("float32", 4)):
         alone = configured(dtype=dtype)
-        alone = replace(alone, policy=replace(alone.policy, device="cuda"))  # whose allocator uses memory again
+        alone = replace(alone, policy=replace(alone.policy, device="cuda"))  # the CUDA allocator reuses memory
         for settings, more in (
             ({"cache_gb": 3.0}, {"vLLM": wide * size / 1e9 + 3.0 + 1.0}),
             ({"urls": ("http://a",)}, {}),
@@ -343,8 +347,8 @@ def test_vllm_beside_the_trainer_is_counted(folder, capsys):
         assert says in " ".join(printed.split())
 
 
-def test_a_plan_for_a_model_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is asked again and again
+def test_plan_of_a_missing_model_exits_with_an_error_that_names_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise the hub is asked repeatedly
     recipe = tmp_path / "r.toml"
     recipe.write_text('[policy]\nmodel = "nowhere/at-all"\n')
     with pytest.raises(SystemExit) as ended:
@@ -371,7 +375,7 @@ PARTLY_UNKNOWN = {
 
 
 def planned(config, tmp_path, capsys):
-    """What `doctor --plan` prints."""
+    """Return what `doctor --plan` prints for a model with this config."""
     config.save_pretrained(tmp_path)
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{tmp_path}"\n')
@@ -382,7 +386,7 @@ def planned(config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", PARTLY_UNKNOWN)
-def test_what_cannot_be_estimated_is_said_to_be_unknown(name, tmp_path, capsys):
+def test_plan_shows_unknown_for_parts_that_it_cannot_estimate(name, tmp_path, capsys):
     config, reason = PARTLY_UNKNOWN[name]
     printed = planned(config(), tmp_path, capsys)
     rows = [row.split(" | ") for row in printed.splitlines() if row.startswith("| ")]
@@ -393,8 +397,8 @@ def test_what_cannot_be_estimated_is_said_to_be_unknown(name, tmp_path, capsys):
     assert "Sampling keeps unknown GB" in printed
 
 
-def test_of_a_model_that_sees_the_part_that_reads_is_counted(tmp_path, capsys):
-    """Gemma 3 with an image encoder: its text model is one of attention."""
+def test_plan_of_a_vision_model_counts_its_text_model(tmp_path, capsys):
+    """Gemma 3 has an image encoder; all layers of its text model have attention."""
     config = Gemma3Config(text_config=Gemma3TextConfig(**SEEING), vision_config=SEES, mm_tokens_per_image=4)
     printed = planned(config, tmp_path, capsys)
     assert "unknown" not in printed
@@ -402,7 +406,7 @@ def test_of_a_model_that_sees_the_part_that_reads_is_counted(tmp_path, capsys):
     assert memory.estimate_activation_bytes(config, configured(), False, ONE_TOKEN) == text > 0
 
 
-def test_a_model_that_is_no_causal_one_has_a_plan_of_one_line(tmp_path, capsys):
+def test_plan_of_a_noncausal_model_is_an_error_of_one_line(tmp_path, capsys):
     T5Config().save_pretrained(tmp_path)
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{tmp_path}"\n')
@@ -416,7 +420,7 @@ def test_a_model_that_is_no_causal_one_has_a_plan_of_one_line(tmp_path, capsys):
 
 
 def planned_run(tokens=512, **settings):
-    """A run of two micro-batches or, with micro_batch = 0, of one, in bfloat16 on the CPU."""
+    """Return the config of a run in bfloat16 on the CPU. Its 8 rows are one micro-batch, or two if micro_batch is 4."""
     cfg = configured(dtype="bfloat16", **settings)
     cfg = replace(cfg, policy=replace(cfg.policy, device="cpu"), sampler=SamplerConfig(max_tokens=tokens))
     return replace(cfg, evaluate=EvaluateConfig(every=0))
@@ -428,11 +432,11 @@ def kernel_model(tmp_path):
 
 
 def test_gradients_and_activations_add_up_from_the_second_micro_batch_on(tmp_path):
-    """Of one alone the more of both counts."""
+    """With a single micro-batch only the larger of the two counts."""
     model = kernel_model(tmp_path)
     for micro_batch, adds in ((0, max), (4, lambda *both: sum(both))):
         cfg = planned_run(micro_batch=micro_batch)
-        cfg = replace(cfg, policy=replace(cfg.policy, device="cuda"))  # whose allocator uses memory of sampling again
+        cfg = replace(cfg, policy=replace(cfg.policy, device="cuda"))  # the CUDA allocator reuses memory of sampling
         found = memory.estimate_parts(model, cfg)
         passing = found["activations"] + found["logits"]
         steady = found["weights"] + found["optimizer"] + found["libraries"]
@@ -440,7 +444,7 @@ def test_gradients_and_activations_add_up_from_the_second_micro_batch_on(tmp_pat
         assert memory.estimate_phases(model, cfg)["update"] == pytest.approx(expected)
 
 
-def test_what_checkpointing_saves_is_the_difference_of_two_plans(tmp_path):
+def test_checkpointing_saving_is_the_difference_of_two_plans(tmp_path):
     model, cfg = kernel_model(tmp_path), planned_run(tokens=100_000)
     on = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
     saved = memory.estimate_peak(model, cfg) - memory.estimate_peak(model, on)
@@ -455,8 +459,8 @@ def test_what_checkpointing_saves_is_the_difference_of_two_plans(tmp_path):
     assert "gradient_checkpointing" not in memory.suggest_memory_remedy(model, on)
 
 
-def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsys):
-    """Of short answers."""
+def test_checkpointing_is_not_recommended_if_it_saves_nothing(tmp_path, capsys):
+    """It saves nothing if answers are short."""
     model, short = kernel_model(tmp_path), planned_run(tokens=8)
     assert "saves less than" in memory.describe_checkpointing(model, short)
     assert memory.suggest_memory_remedy(model, short) == "set a lower sampler.max_tokens"
@@ -468,7 +472,7 @@ def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsy
     assert "policy.gradient_checkpointing saves less than 2% of the memory here: leave it out" in said
 
 
-def test_a_run_whose_memory_runs_out_is_not_told_to_checkpoint_where_that_saves_nothing(recipe, tmp_path, monkeypatch):
+def test_out_of_memory_error_omits_checkpointing_if_it_saves_nothing(recipe, tmp_path, monkeypatch):
     def full(*_):
         raise MemoryError("cannot allocate memory")
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: operators to stages, operators to kinds, and the file that a run leaves."""
+"""Tests of `--profile`: the phase and the kind that an operator counts for, and the file that a run writes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/up
 
 
 def event(name, start, seconds):
-    """As torch.profiler gives them, in microseconds. A collective takes no time of the thread that began it."""
+    """Return an event as torch.profiler does, in microseconds. A collective takes no time of its thread."""
     own = 0.0 if name.startswith(doctor.COLLECTIVE_PREFIXES) else seconds
     lasting = SimpleNamespace(start=start * 1e6, end=(start + seconds) * 1e6)
     return SimpleNamespace(name=name, time_range=lasting, self_cpu_time_total=own * 1e6)
 
 
-def test_an_operator_belongs_to_the_stage_in_which_it_began():
+def test_operator_counts_for_the_phase_in_which_it_started():
     events = [
         event("mkldnn::_linear_pointwise", 7.0, 1.0),
         event("aten::bmm", 8.9, 0.5),
@@ -56,7 +56,7 @@ def test_an_operator_belongs_to_the_stage_in_which_it_began():
     assert [stage.memory_gb for stage in stages.values()] == [[1.0, 3.0], [], [], [2.5, 2.0]]
 
 
-def test_what_goes_between_processes_at_once_is_counted_once():
+def test_overlapping_collectives_are_counted_once():
     events = [
         event("aten::mm", 0.0, 0.1),
         event("gloo:all_gather", 1.0, 0.25),
@@ -71,10 +71,10 @@ def test_what_goes_between_processes_at_once_is_counted_once():
     assert stages["update"].seconds_by_kind["the rest"] == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so
-def test_collectives_are_named_as_torch_names_them():
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 warns
+def test_collective_prefixes_match_the_event_names_of_torch():
     dist = torch.distributed
-    if alone := not dist.is_initialized():  # a test before this one may have left a group
+    if alone := not dist.is_initialized():  # an earlier test may have left a process group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -85,7 +85,7 @@ def test_collectives_are_named_as_torch_names_them():
     assert any(e.name.startswith(doctor.COLLECTIVE_PREFIXES) for e in profiler.events())
 
 
-def test_operations_are_those_that_torch_counts():
+def test_counted_operations_equal_those_of_torch():
     policy = Policy(model_of("llama, untied"), character_tokenizer())
 
     def work():
@@ -101,9 +101,9 @@ def test_operations_are_those_that_torch_counts():
 
 
 def test_operations_with_packed_weights_are_counted_too():
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(7, 5).bfloat16(), 3)
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(7, 5), 3)
     with FlopCounter() as operations:
-        torch.ops.mkldnn._linear_pointwise(torch.randn(3, 5).bfloat16(), weight, None, "none", [], "")
+        torch.ops.mkldnn._linear_pointwise(torch.randn(3, 5), weight, None, "none", [], "")
         torch.addmm(torch.randn(7), torch.randn(3, 5), torch.randn(5, 7))
         torch.randn(3, 5) + 1
     assert [n for _, n in operations.operations] == [2 * 3 * 5 * 7, 2 * 3 * 5 * 7]
@@ -127,13 +127,13 @@ def test_fused_steps_are_counted_and_named(monkeypatch):
     assert "tokens, fused" in {classify_operator(event.name) for event in profiler.events()}
 
 
-def test_what_an_update_computes_in_cpp_is_counted_and_named(monkeypatch):
+def test_cpp_kernels_of_an_update_are_counted_and_named(monkeypatch):
     if not attention.load_attention_kernel()[0]:
         pytest.skip("attention is not computed in C++ here")
     heads = [torch.randn(5, n, 64).bfloat16().requires_grad_() for n in (2, 1, 1)]
     line = PackedSequences(torch.tensor([3, 5]), torch.tensor([0]))
     x, grad, weight, seen = *(torch.ones(*sizes).bfloat16() for sizes in ((40, 32), (40, 64), (64, 32))), []
-    linear.apply_linear(x, weight)  # what is tried before the first product is counted, too
+    linear.apply_linear(x, weight)  # the first call runs the self-check, whose products would be counted too
     monkeypatch.setattr(native.OperationCounter, "entries", seen)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         attend_packed(*heads, line, attention.load_attention_kernel()[0]).sum().backward()
@@ -146,7 +146,7 @@ def test_what_an_update_computes_in_cpp_is_counted_and_named(monkeypatch):
     assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * attention.load_attention_kernel()[0].uses_amx
 
 
-def test_the_table_is_in_seconds_of_this_machine():
+def test_profile_table_shows_seconds_shares_and_peak_memory():
     stages = {
         "generate": PhaseProfile(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0], []),
         "update": PhaseProfile(6.0, Counter({"matrix products": 5.0}), [3.0], []),
@@ -162,8 +162,8 @@ def test_the_table_is_in_seconds_of_this_machine():
     assert rows["peak memory, GB"] == ["2.00", "3.00", "3.00"]
 
 
-def test_no_operator_of_an_update_is_left_to_the_rest_by_a_misspelt_name():
-    """The kinds name beginnings of torch's operators: those that take time here must be there."""
+def test_operator_kinds_match_the_names_of_torch_operators():
+    """The kinds list prefixes of operator names. A misspelled prefix would count its operators as the rest."""
     policy = make_policy("llama")
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         hidden = torch.randn(8, policy.model.config.hidden_size, requires_grad=True)
@@ -194,7 +194,7 @@ def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_pat
     assert len(products) == len(doctor.STEP_PHASES) + 1
 
 
-def test_a_run_that_is_over_before_the_third_step_has_no_profile(tmp_path):
+def test_run_of_fewer_than_three_steps_has_no_profile(tmp_path):
     steps = iter([SimpleNamespace(step=i, metrics=METRICS, groups=[]) for i in (1, 2)])
     assert len(list(doctor.profile_steps(steps, tmp_path / "profile.txt", torch.float32))) == 2
     assert not (tmp_path / "profile.txt").exists()

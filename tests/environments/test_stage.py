@@ -1,4 +1,4 @@
-"""Environments and tools in processes of their own: what they do to their conversation, and to no other."""
+"""Environments and tools in worker processes: faults, time limits and isolation between conversations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("world", [EnvironmentPool, InProcessEnvironments])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "timeout"])
-def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
+def test_tool_fault_is_an_observation_and_the_conversation_continues(world, fault):
     said, told = FAULTS[fault]
     made = world(SHOP, RewardConfig()) if world is EnvironmentPool else world(SHOP)
     begun(made)
@@ -82,7 +82,7 @@ def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
 
 @pytest.mark.slow
 def test_no_conversation_waits_for_another(stage):
-    """One hangs where nothing is heard, one ends its process, one raises, one says very much, one waits too long."""
+    """One tool hangs and ignores signals, one ends its process, one raises, one returns 10 MB, one waits too long."""
     begun(stage, 6)
     said = [call("hang"), call("die"), call("refuse"), call("shout", characters=10**7), call("wait", seconds=60)]
     for number, each in enumerate([*said, call("sell", count=1)]):
@@ -102,7 +102,7 @@ def test_no_conversation_waits_for_another(stage):
 @pytest.mark.parametrize(
     "stage", [EnvironmentSpec(tools=("worlds:multiply", "failing_tools:hang"), timeout=0.5)], indirect=True
 )
-def test_tools_without_an_environment_are_called_on_after_one_has_hung(stage):
+def test_tools_without_environment_still_work_after_one_has_hung(stage):
     begun(stage)
     stage.send_turn(0, call("hang"))
     [message] = replies(stage, 1)[0].messages
@@ -114,7 +114,7 @@ def test_tools_without_an_environment_are_called_on_after_one_has_hung(stage):
 
 
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:reply")], indirect=True)
-def test_a_function_replies_to_what_was_said(stage):
+def test_function_environment_replies_to_messages(stage):
     begun(stage)
     stage.send_turn(0, over())
     assert replies(stage, 1)[0].messages == ({"role": "user", "content": "2"},)
@@ -126,7 +126,7 @@ def test_a_function_replies_to_what_was_said(stage):
 
 
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Parrot")], indirect=True)
-def test_siblings_are_asked_the_same_and_others_something_else(stage):
+def test_siblings_get_the_same_question_and_other_prompts_differ(stage):
     prompts = [replace(prompt, id=f"other {i}") for i, prompt in enumerate(asked(1) * 8)]
     for number in range(16):
         stage.start_conversation(number, prompts[number // 2], number % 2)
@@ -136,14 +136,14 @@ def test_siblings_are_asked_the_same_and_others_something_else(stage):
 
 
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Broken")], indirect=True)
-def test_what_raises_at_its_beginning_is_over(stage):
+def test_error_in_reset_ends_the_conversation(stage):
     reply = begun(stage, prompt=asked(1, fails=True)[0])[0]
     assert reply.outcome.error.startswith("reset: RuntimeError: no room (worlds.py, line")
     assert begun(stage, prompt=asked(1, fails=False)[0])[0].prompt, "and the next may begin"
 
 
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:WORLDS")], indirect=True)
-def test_the_row_says_which_of_several_environments(stage):
+def test_row_selects_one_of_several_environments(stage):
     prompt = Prompt("p", ({"role": "user", "content": "Q"},), columns={"environment": "counter", "start": 4})
     asked_of = begun(stage, prompt=prompt)[0].prompt
     assert asked_of.text[0]["content"] == "Q Begin at 4."
@@ -153,7 +153,7 @@ def test_the_row_says_which_of_several_environments(stage):
 
 
 @pytest.mark.parametrize("stage", [replace(SHOP, returns_environment=True)], indirect=True)
-def test_reward_functions_see_the_environment_as_it_was_left(stage):
+def test_reward_functions_see_the_final_environment_state(stage):
     begun(stage)
     stage.send_turn(0, call("sell", count=5))
     replies(stage, 1)
@@ -164,7 +164,7 @@ def test_reward_functions_see_the_environment_as_it_was_left(stage):
     assert environment.sold == 5
 
 
-def test_a_reply_is_heard_when_it_comes(stage):
+def test_receive_replies_returns_when_a_reply_arrives(stage):
     begun(stage)
     start = time.monotonic()
     stage.send_turn(0, call("wait", seconds=0.2))
@@ -172,7 +172,7 @@ def test_a_reply_is_heard_when_it_comes(stage):
     assert time.monotonic() - start < 6.0, "not at the time limit of the call"
 
 
-def test_processes_are_used_again_and_end_with_the_stage():
+def test_processes_are_reused_and_end_with_the_pool():
     stage = EnvironmentPool(SHOP, RewardConfig())
     for _ in range(3):
         begun(stage, 2)
@@ -189,7 +189,7 @@ def test_processes_are_used_again_and_end_with_the_stage():
         assert not alive(pid)
 
 
-def test_a_process_that_ends_while_it_is_idle_costs_no_conversation(stage):
+def test_death_of_an_idle_process_costs_no_conversation(stage):
     begun(stage)
     stage.send_turn(0, over())
     replies(stage, 1)
@@ -201,20 +201,20 @@ def test_a_process_that_ends_while_it_is_idle_costs_no_conversation(stage):
     assert stage.busy[0] is not idle
 
 
-def test_a_conversation_that_was_left_is_ended_by_the_next_of_its_number(stage):
+def test_new_conversation_replaces_abandoned_one_with_the_same_number(stage):
     begun(stage)
     stage.send_turn(0, call("wait", seconds=60))
     assert begun(stage)[0].prompt
 
 
-def test_what_cannot_be_loaded_is_one_line():
+def test_environment_that_cannot_be_loaded_raises_user_error():
     stage = EnvironmentPool(EnvironmentSpec(tools=("failing_tools:missing",)), RewardConfig())
     with pytest.raises(UserError, match='the environment cannot be used: UserError: failing_tools has no "missing"'):
         stage.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     stage.close()
 
 
-def test_a_tool_that_does_not_say_what_it_takes_is_one_line():
+def test_tool_without_argument_types_raises_user_error():
     stage = EnvironmentPool(EnvironmentSpec(tools=("failing_tools:untold",)), RewardConfig())
     stage.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     with pytest.raises(UserError, match=r"tool untold: .*: give its arguments types, and its docstring"):
@@ -222,19 +222,19 @@ def test_a_tool_that_does_not_say_what_it_takes_is_one_line():
     stage.close()
 
 
-def test_requests_are_records_that_can_be_sent():
+def test_policy_turn_can_be_pickled():
     assert pickle.loads(pickle.dumps(over())) == over()
 
 
 def alive(pid):
-    """Whether a process is there, and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage):
+def test_killed_process_costs_only_its_own_conversation(stage):
     begun(stage, 2)
     os.kill(stage.busy[0].pid, signal.SIGKILL)
     stage.send_turn(0, call("sell", count=1))
@@ -244,8 +244,8 @@ def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage)
     assert found[1].messages[0]["content"] == "sold 1"
 
 
-def test_halves_of_characters_become_marks(stage_or_here):
-    """In what `reset`, a tool, an error and `reply` say; whole characters in two halves are joined."""
+def test_lone_surrogates_are_replaced_or_escaped(stage_or_here):
+    """`reset`, tools and `reply` replace them, and error messages escape them. Surrogate pairs are joined."""
     world = stage_or_here(EnvironmentSpec("worlds:Halves", timeout=2.0))
     texts = [begun(world)[0].prompt.text[-1]["content"]]
     for said in (call("tell"), call("refuse"), over()):
@@ -258,7 +258,7 @@ def test_halves_of_characters_become_marks(stage_or_here):
     error.encode()
 
 
-def test_what_cannot_be_made_a_text_costs_its_call_or_its_conversation(stage_or_here):
+def test_error_in_str_of_a_result_costs_the_call_or_conversation(stage_or_here):
     world = stage_or_here(EnvironmentSpec("worlds:Unsaid", timeout=2.0))
     begun(world)
     world.send_turn(0, call("tell"))
@@ -289,7 +289,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Forking", timeout=20.0)], indirect=True)
-def test_a_child_that_an_environment_forks_ends_where_it_comes_back(stage):
+def test_forked_child_of_an_environment_ends_when_it_returns(stage):
     begun(stage)
     pid = stage.busy[0].pid if stage.busy[0].pid else None
     for how, status in (("returns", 0), ("exits", 7), ("raises", 1)):
@@ -311,7 +311,7 @@ def children_of(pid):
 @pytest.mark.parametrize(
     "stage", [EnvironmentSpec("worlds:Large", timeout=0.5, returns_environment=True)], indirect=True
 )
-def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
+def test_process_that_stops_mid_answer_is_lost_at_the_time_limit(stage):
     begun(stage)
     stage.send_turn(0, over())
     time.sleep(1.0)
@@ -320,7 +320,7 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [EnvironmentSpec("worlds:Shop", timeout=0.5)], indirect=True)
-def test_a_process_that_does_not_read_a_large_row_is_lost_in_time(stage):
+def test_process_that_does_not_read_a_row_is_lost_at_the_time_limit(stage):
     begun(stage)
     stage.send_turn(0, over())
     replies(stage, 1)
@@ -333,8 +333,8 @@ def test_a_process_that_does_not_read_a_large_row_is_lost_in_time(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [replace(SHOP, timeout=1.0)], indirect=True)
-def test_many_slow_calls_of_one_turn_keep_the_conversation(stage):
-    """Each within its time, together longer than twice that and ten seconds, when a process used to end itself."""
+def test_many_slow_calls_in_one_turn_keep_the_conversation(stage):
+    """Each call keeps the limit, but together they exceed twice the limit plus ten seconds, a former process limit."""
     begun(stage)
     [one] = call("wait", seconds=0.9).message["tool_calls"]
     stage.send_turn(0, PolicyTurn({"role": "assistant", "content": "", "tool_calls": [one] * 15}))
@@ -344,11 +344,11 @@ def test_many_slow_calls_of_one_turn_keep_the_conversation(stage):
     assert replies(stage, 1)[0].outcome.events == {"calls": 15}
 
 
-# ---------------------------------------------------------------- the processes and what stands for them
+# ---------------------------------------------------------------- worker processes and their substitutes
 
 
-def test_conversations_in_this_process_use_their_environments_again():
-    """Also where one was over at its beginning, or was abandoned."""
+def test_in_process_conversations_reuse_their_environments():
+    """Also after a conversation that failed in `reset`, and after an abandoned one."""
     world = InProcessEnvironments(EnvironmentSpec("worlds:Broken"))
     for fails in (True, True, False, True):
         begun(world, prompt=asked(1, fails=fails)[0])
@@ -356,7 +356,7 @@ def test_conversations_in_this_process_use_their_environments_again():
     assert not world.busy
 
 
-def test_errors_in_this_process_are_logged_once_for_each_kind(tmp_path):
+def test_in_process_errors_are_logged_once_per_kind(tmp_path):
     log = tmp_path / "rewards.log"
     world = InProcessEnvironments(SHOP, log)
     begun(world)
@@ -367,7 +367,7 @@ def test_errors_in_this_process_are_logged_once_for_each_kind(tmp_path):
     assert "ValueError: not today" in log.read_text()
 
 
-def test_a_fork_server_that_ends_just_now_is_replaced(stage, monkeypatch):
+def test_fork_server_that_has_just_died_is_replaced(stage, monkeypatch):
     begun(stage)
     server = stage._factory._server
     os.kill(server.pid, signal.SIGKILL)
@@ -379,13 +379,13 @@ def test_a_fork_server_that_ends_just_now_is_replaced(stage, monkeypatch):
     assert stage._factory._server is not server
 
 
-def test_an_error_that_is_false_is_an_error():
+def test_falsy_exception_counts_as_an_error():
     world = InProcessEnvironments(EnvironmentSpec("worlds:Falsy"))
     assert begun(world)[0].outcome.error.startswith("reset: FalsyError: no room")
 
 
 @pytest.mark.slow
-def test_where_no_process_can_be_forked_they_are_spawned(monkeypatch):
+def test_processes_are_spawned_when_fork_is_unavailable(monkeypatch):
     monkeypatch.setattr(sandbox, "CAN_FORK", False)
     stage = EnvironmentPool(SHOP, RewardConfig())
     begun(stage, 2)

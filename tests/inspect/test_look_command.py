@@ -1,4 +1,4 @@
-"""`pellucid look`: what is said where a page cannot be written."""
+"""Test the error of `pellucid look` when a page cannot be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.reporting import token_files
 from pellucid.types import UserError
 
 
-def test_steps_that_a_resume_deletes_meanwhile_are_told_in_a_line(tmp_path, monkeypatch):
+def test_step_deleted_by_a_resume_meanwhile_raises_user_error(tmp_path, monkeypatch):
     run = small_run(tmp_path / "run", steps=3)
     of_files = single_file.count_file_bytes
 

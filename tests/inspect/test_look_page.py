@@ -1,4 +1,4 @@
-"""The page in a real browser: every view, keys, live, from disk, narrow, dark, in Chinese, and hostile answers."""
+"""Test the page of `pellucid look` in a real browser, from a server and from disk, also with hostile answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _a_page_of_its_own(browser):
-    """One that is left open asks a server which has ended, and its browser writes that down."""
+    """Leave the page after each test. An open page would query a stopped server, and the browser would log errors."""
     yield
     browser.get("about:blank")
     browser.get_log("browser")
@@ -64,7 +64,7 @@ def url(tmp_path_factory):
 
 
 def eventually(page, condition):
-    """The page may draw itself anew between finding an element and reading it."""
+    """Wait for a condition. The page may redraw between finding an element and reading it."""
     return WebDriverWait(page, 20, ignored_exceptions=(StaleElementReferenceException,)).until(lambda _: condition())
 
 
@@ -108,14 +108,14 @@ def silent(page):
         ("why", "The loss is about 0", ".finding.fine"),
     ],
 )
-def test_every_view_shows_what_it_is_for(browser, url, view, says, shows):
+def test_every_view_shows_its_content(browser, url, view, says, shows):
     go(browser, f"{url}#/{view}", view)
     assert says in text(browser)
     assert found(browser, shows)
     assert silent(browser)
 
 
-def test_a_click_on_a_curve_opens_the_step_below_it(browser, url):
+def test_click_on_a_curve_opens_the_step_below_it(browser, url):
     go(browser, f"{url}#/run", "run")
     circle = found(browser, "svg.chart circle")[3]
     webdriver.ActionChains(browser).move_to_element(circle).click().perform()
@@ -123,7 +123,7 @@ def test_a_click_on_a_curve_opens_the_step_below_it(browser, url):
 
 
 @pytest.mark.slow
-def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_path):
+def test_groups_of_a_step_are_sorted_by_share_of_the_gradient(browser, url, tmp_path):
     go(browser, f"{url}#/step/2", "step")
     shares = [
         float(bar.get_attribute("style").split("width:")[1].strip(" %;")) for bar in found(browser, ".track .bar")
@@ -133,8 +133,8 @@ def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_p
 
 
 @pytest.mark.slow
-def test_answers_graded_by_degree_stand_with_their_rewards(browser, tmp_path):
-    """Two of three groups are recorded: the share of one is that of the recorded ones."""
+def test_continuous_rewards_are_not_called_right_or_wrong(browser, tmp_path):
+    """Two of three groups are recorded, so shares are relative to the recorded ones."""
     run = small_run(tmp_path / "graded", steps=1)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [{name: value for name, value in row.items() if not name.startswith("groups/")} for row in rows]
@@ -152,7 +152,7 @@ def test_answers_graded_by_degree_stand_with_their_rewards(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
+def test_keyboard_leads_from_the_run_to_a_token_and_on(browser, url):
     go(browser, f"{url}#/run", "run")
     press(browser, "3")
     eventually(browser, lambda: found(browser, "main[data-view=group][aria-busy=false]"))
@@ -178,7 +178,7 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     press(browser, "a", "[")
     eventually(browser, lambda: "#/group/8" in browser.current_url)
     eventually(browser, lambda: f"Step 8, group {kept}" in text(browser))
-    press(browser, "j", "k")  # to the other group of the step, wherever that is
+    press(browser, "j", "k")  # one of them leads to the other group of the step
     eventually(browser, lambda: f"Step 8, group {1 - kept}" in text(browser))
     press(browser, "2")
     eventually(browser, lambda: browser.current_url.endswith("#/step/8"))
@@ -192,7 +192,7 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
 
 
 @pytest.mark.slow
-def test_a_token_of_the_prompt_has_its_own_numbers(browser, url):
+def test_token_of_the_prompt_can_be_selected(browser, url):
     go(browser, f"{url}#/group/3/0", "group")
     found(browser, "details .tok")[0].click()
     assert found(browser, "details .tok[aria-selected=true]")
@@ -202,7 +202,7 @@ def test_a_token_of_the_prompt_has_its_own_numbers(browser, url):
 
 
 @pytest.mark.slow
-def test_an_address_leads_back_to_the_token(browser, url):
+def test_url_restores_the_selected_token(browser, url):
     go(browser, f"{url}#/group/3/1?c=2&t=4", "group")
     eventually(browser, lambda: chosen(browser))
     labels = [box.get_attribute("aria-label") for box in found(browser, ".answer .flow")]
@@ -223,7 +223,7 @@ def test_a_question_is_followed_through_the_steps(browser, url):
 
 
 @pytest.mark.slow
-def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
+def test_page_and_terminal_explain_tokens_alike(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in GRADIENT_RULES[1:]]
     said += [{"push": push, "logprob_after": after} for push in (0.1, -0.1) for after in (-0.25, -0.75, -0.5, None)]
@@ -241,7 +241,7 @@ def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_running_run_writes_comes_by_itself(browser, tmp_path):
+def test_page_shows_new_steps_of_a_running_run(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=2)
     with looking(run) as server:
         go(browser, f"{server.url}#/run", "run")
@@ -251,7 +251,7 @@ def test_what_a_running_run_writes_comes_by_itself(browser, tmp_path):
         go(browser, f"{server.url}#/group/2/0?c=0&t=1", "group")
         add_step(run, 4)
         eventually(browser, lambda: found(browser, ".stepper a[href='#/group/3']"))
-        assert chosen(browser)  # what is being looked at stays
+        assert chosen(browser)  # the token stays selected
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_the_file_from_disk_shows_every_view(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch):
+def test_file_says_what_it_leaves_out(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(single_file, "estimate_step_count", lambda runs, files, room: 2)
     said = single_file.write_page([RunReader(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
     go(browser, f"{(tmp_path / 'page.html').as_uri()}#/run", "run")
@@ -287,8 +287,8 @@ COLUMNS = {
 
 
 def other_passes(run):
-    """Steps as the writer has them where some rows were not scored, and where the likeliest tokens before the update
-    are of another forward pass than the log-probs, as those of the last optimizer step are.
+    """Write a step in which some rows were not scored, and one whose likeliest tokens before the update come from
+    another forward pass than its log-probs, as they do for the last optimizer step.
     """
     tops = {f"top_{when}{kind}": of for when in ("before", "after") for kind, of in TOPS.items()}
     unscored = {"logprob_before": None, "push": None, "gradient": None, "ratio": None}
@@ -306,7 +306,7 @@ TOPS = {"": [id_of(" a"), 7], "_text": [" a", " b"], "_logprob": [math.log(0.6),
 
 
 @pytest.mark.slow
-def test_the_tokens_of_the_file_are_what_the_server_answers(browser, tmp_path):
+def test_tokens_in_the_file_equal_those_of_the_server(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     add_step(run, 1, said=["a\x00b", "答案", "", "\n", *(" x" * i for i in range(300))])
     other_passes(run)
@@ -320,7 +320,7 @@ def test_the_tokens_of_the_file_are_what_the_server_answers(browser, tmp_path):
 
 
 def compared(page, exact):
-    """Numbers have four digits, and none is finer than 0.0001, or than such a share of the largest of the step."""
+    """Check that numbers agree to four digits, to 0.0001, or to 0.0001 of the largest value in the step."""
     scale = {name: max(abs(each[name] or 0.0) for each in exact) for name in ("weight", "push", "gradient")}
 
     def close(shown, true, unit=1e-4):
@@ -353,7 +353,7 @@ def compared(page, exact):
             assert all(close(shown, top[2]) for shown, top in zip(flat[1::2], likely, strict=True))
 
 
-def test_a_browser_that_cannot_unpack_says_so_in_a_line(browser, tmp_path):
+def test_browser_that_cannot_unpack_shows_a_message(browser, tmp_path):
     single_file.write_page([RunReader(small_run(tmp_path / "run", steps=2))], tmp_path / "page.html")
     old = browser.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument", {"source": "delete window.DecompressionStream"}
@@ -368,7 +368,7 @@ def test_a_browser_that_cannot_unpack_says_so_in_a_line(browser, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS)
-def test_at_400_pixels_the_page_does_not_scroll_sideways(browser, url, view):
+def test_page_does_not_scroll_sideways_at_400_pixels(browser, url, view):
     narrow = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     try:
@@ -378,7 +378,7 @@ def test_at_400_pixels_the_page_does_not_scroll_sideways(browser, url, view):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_in_the_dark_the_page_is_dark(browser, url):
+def test_page_follows_the_color_scheme_of_the_browser(browser, url):
     def paper():
         go(browser, f"{url}#/run", "run")
         return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
@@ -394,7 +394,7 @@ def test_in_the_dark_the_page_is_dark(browser, url):
 
 
 @pytest.mark.slow
-def test_the_page_speaks_chinese_when_it_is_asked_to(browser, url):
+def test_page_switches_to_chinese_and_back(browser, url):
     go(browser, f"{url}#/step/2", "step")
     press(browser, "l")
     eventually(browser, lambda: "第 2 步" in text(browser))
@@ -405,7 +405,7 @@ def test_the_page_speaks_chinese_when_it_is_asked_to(browser, url):
 
 
 @pytest.mark.slow
-def test_hostile_answers_do_nothing_and_are_shown(browser, tmp_path):
+def test_hostile_answers_are_shown_and_not_executed(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     evil = HOSTILE.replace("\ud800", "")
     huge = "<b>x</b>" * 131_072
@@ -417,7 +417,7 @@ def test_hostile_answers_do_nothing_and_are_shown(browser, tmp_path):
         assert "<script>alert(1)</script>" in text(browser)
         assert "\\u202eright to left" in text(browser)
         assert "\\x1b[31mred" in text(browser)
-        assert len(text(browser)) < 20_000  # a megabyte is cut, and asked for
+        assert len(text(browser)) < 20_000  # the megabyte is cut, and a button shows the rest
         [button] = found(browser, ".tok .more")
         assert "1048576" in button.text
         browser.execute_script("arguments[0].click()", button)
@@ -433,7 +433,7 @@ def test_hostile_answers_do_nothing_and_are_shown(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_conversations_show_turns_and_what_was_given(browser, tmp_path):
+def test_conversations_show_turns_and_given_tokens(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [row(0, 0, 0, "call"), row(0, 0, 1, "{42}", kind="given", rule="given", push=None), row(0, 0, 2, "so 42")]
     write_tokens(run, 1, said)
@@ -444,7 +444,7 @@ def test_conversations_show_turns_and_what_was_given(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_conversations_name_the_tools_that_were_called_and_answers_without_a_token(browser, tmp_path):
+def test_conversations_name_called_tools_and_answers_without_tokens(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [row(0, 0, 0, "call"), row(0, 0, 1, "{42}", kind="given", rule="given", push=None), row(0, 0, 2, "so 42")]
     turns = {"0/0/0": [["add", "<b>x</b>"], ["tool add", "tool <b>x</b>"], []]}
@@ -460,7 +460,7 @@ def test_conversations_name_the_tools_that_were_called_and_answers_without_a_tok
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
+def test_damaged_file_is_reported_and_the_others_are_shown(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=2)
     (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1")
     with looking(run) as server:
@@ -472,8 +472,8 @@ def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_that_begin_alike_are_one_mover_of_all_their_gradient(browser, tmp_path):
-    """The first token is that of three answers, the second of two, and each copy alone is less than the other token."""
+def test_answers_that_begin_alike_are_one_mover_with_their_sum(browser, tmp_path):
+    """Three answers share the first token and two the second. Each copy alone has less gradient than token c."""
     run = run_folder(tmp_path / "run")
     same = {"logprob_after": -0.2, "gradient": 0.2, "push": 0.2}
     against = {**same, "reward": 0.0, "push": -0.1, "advantage": -0.5}
@@ -500,7 +500,7 @@ def test_answers_that_begin_alike_are_one_mover_of_all_their_gradient(browser, t
 
 
 @pytest.mark.slow
-def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colours_are_said(browser, tmp_path):
+def test_missing_quantities_are_disabled_and_legend_shows_clipping(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     rows = [row(0, 0, i, f"t{i}", logprob_after=-0.25, ref_logprob=None) for i in range(99)]
     write_tokens(
@@ -516,7 +516,7 @@ def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colou
 
 
 @pytest.mark.slow
-def test_the_movers_have_their_change_and_a_step_that_is_not_there_names_others(browser, tmp_path):
+def test_movers_show_changes_and_missing_step_names_the_nearest(browser, tmp_path):
     run = run_folder(tmp_path / "run", CONFIG)
     for step in (1, 2, 3):
         write_tokens(run, step, [row(0, 0, 0, "a")])
@@ -530,12 +530,12 @@ def test_the_movers_have_their_change_and_a_step_that_is_not_there_names_others(
 
 
 @pytest.mark.slow
-def test_a_run_is_live_until_its_last_step_and_quiet_without_news(browser, tmp_path):
+def test_run_is_live_until_its_last_step_or_10_minutes_without_news(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=8)
     with looking(run) as server:
         go(browser, f"{server.url}#/run", "run")
         eventually(browser, lambda: found(browser, "#live")[0].text == "live")
-        add_step(run, 9)  # that which was planned last
+        add_step(run, 9)  # the last planned step
         eventually(browser, lambda: found(browser, "#live")[0].text == "ended")
     other = small_run(tmp_path / "other", steps=2)
     for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
@@ -546,7 +546,7 @@ def test_a_run_is_live_until_its_last_step_and_quiet_without_news(browser, tmp_p
 
 
 @pytest.mark.slow
-def test_of_two_runs_both_are_live(browser, tmp_path):
+def test_both_of_two_runs_are_live(browser, tmp_path):
     one, two = small_run(tmp_path / "one", steps=3), small_run(tmp_path / "two", steps=2)
 
     def turn(view):
@@ -561,13 +561,13 @@ def test_of_two_runs_both_are_live(browser, tmp_path):
     with looking(one, two) as server:
         go(browser, f"{server.url}#/pair/3", "pair")
         assert shared() == "0 questions of this step are in both runs."
-        time.sleep(3)  # the page has looked once
+        time.sleep(3)  # the page has polled once
         add_step(two, 3)
         eventually(browser, lambda: shared() == "3 questions of this step are in both runs.")
 
 
 @pytest.mark.slow
-def test_the_language_is_kept_for_the_next_time(browser, url):
+def test_language_is_remembered(browser, url):
     go(browser, f"{url}#/run", "run")
     press(browser, "l")
     eventually(browser, lambda: "中文" not in found(browser, "#language")[0].text)
@@ -584,7 +584,7 @@ def test_the_language_is_kept_for_the_next_time(browser, url):
 
 
 @pytest.mark.slow
-def test_two_runs_share_a_scale_and_say_what_is_not_shown(browser, tmp_path):
+def test_two_runs_share_a_color_scale_and_count_shown_answers(browser, tmp_path):
     runs = [run_folder(tmp_path / name) for name in ("one", "two")]
     for run, after in zip(runs, (-0.4, -0.1), strict=True):
         write_tokens(run, 1, [prompt(0, 0, "Q"), *(row(0, c, 0, "x", logprob_after=after) for c in range(6))])

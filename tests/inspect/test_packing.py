@@ -1,4 +1,4 @@
-"""A page that works from disk: what it holds, and what goes first where there is no room."""
+"""Test what a page that works from disk contains, and what it leaves out for lack of room."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kept_steps(page):
     return sorted(int(key.rpartition("/")[2]) for key in blocks(page) if "/tokens/" in key)
 
 
-def test_a_page_with_room_holds_every_answer_as_the_server_gives_it(tmp_path):
+def test_page_with_room_holds_every_answer_of_the_server(tmp_path):
     run = RunReader(small_run(tmp_path / "run", steps=3))
     assert single_file.write_page([run], tmp_path / "page.html") == ""
     held = answers(tmp_path / "page.html")
@@ -48,8 +48,8 @@ def test_a_page_with_room_holds_every_answer_as_the_server_gives_it(tmp_path):
     assert held["packed"]["counts"] == {"tokens": [3, 3], "summaries": [3, 3], "questions": [3, 3]}
 
 
-def test_steps_are_foreseen_by_the_size_of_their_files(monkeypatch):
-    """One step in nine is three times as large as others, and the sample is of those alone."""
+def test_number_of_steps_is_estimated_from_file_sizes(monkeypatch):
+    """One step in nine is three times as large as the others, and the sample contains only such steps."""
     files = {step: 6000 if step % 9 == 1 else 2000 for step in range(1, 101)}
     assert single_file.sample_evenly(list(files), single_file.SAMPLE_SIZE) == [
         step for step in files if files[step] == 6000
@@ -65,7 +65,7 @@ def test_steps_are_foreseen_by_the_size_of_their_files(monkeypatch):
     assert single_file.estimate_step_count([], files, 200_000) == 100
 
 
-def test_of_a_run_without_room_some_steps_are_kept(tmp_path):
+def test_page_without_room_keeps_some_steps(tmp_path):
     run = RunReader(small_run(tmp_path / "run", steps=9))
     limit = len(single_file.build_inspect_page({})[0]) + 40_000
     said = single_file.write_page([run], tmp_path / "page.html", limit=limit)
@@ -76,7 +76,7 @@ def test_of_a_run_without_room_some_steps_are_kept(tmp_path):
     assert (tmp_path / "page.html").stat().st_size <= limit
 
 
-def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monkeypatch):
+def test_fewer_steps_are_kept_if_they_are_larger_than_estimated(tmp_path, monkeypatch):
     monkeypatch.setattr(single_file, "estimate_step_count", lambda runs, files, room: len(files))
     limit = len(single_file.build_inspect_page({})[0]) + 60_000
     said = single_file.write_page(
@@ -90,7 +90,7 @@ def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkeypatch):
+def test_only_steps_with_room_are_read_from_a_long_run(tmp_path, monkeypatch):
     run, read = RunReader(small_run(tmp_path / "run", steps=60)), []
     whole = token_files.read_tokens
     monkeypatch.setattr(
@@ -104,15 +104,16 @@ def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkey
     assert 2 < held["tokens"][0] < 30
     assert 2 < held["summaries"][0] < 60
     assert f"the groups of {60 - held['summaries'][0]} of 60 steps" in said
-    sampled = 2 * 3  # of summaries and tokens, and what is read of the run whatever is packed
+    sampled = 2 * 3  # samples of summaries and tokens, and what is read in any case
     assert len(read) <= held["tokens"][0] * 1.2 + held["summaries"][0] + sampled + single_file.STEPS_PER_PAGE
     assert (tmp_path / "page.html").stat().st_size <= len(single_file.build_inspect_page({})[0]) + 60_000
 
 
 @pytest.mark.slow
-def test_of_five_hundred_steps_of_four_groups_a_fifth_would_fit_into_fifteen_megabytes(tmp_path):
-    """A tenth of them in a tenth of the room, which the page itself takes from: each step 4 groups x 8 completions x 64
-    tokens, of random numbers, which nothing packs well."""
+def test_at_least_8_of_50_steps_fit_into_1_5_mb(tmp_path):
+    """This is a tenth of 500 steps in a tenth of 15 MB, of which the page itself takes a part. Each step has 4 groups x
+    8 completions x 64 tokens of random numbers, which hardly compress. About a fifth of all 500 steps would fit.
+    """
     run = run_folder(tmp_path / "run")
     for step in range(1, 51):
         add_step(run, step, groups=5, completions=8, length=64)  # the fifth group is not recorded
@@ -124,7 +125,7 @@ def test_of_five_hundred_steps_of_four_groups_a_fifth_would_fit_into_fifteen_meg
 
 
 @pytest.mark.slow
-def test_of_two_runs_the_same_steps_are_kept(tmp_path):
+def test_same_steps_of_two_runs_are_kept(tmp_path):
     runs = [RunReader(small_run(tmp_path / name, steps=9, seed=seed)) for seed, name in enumerate(("one", "two"))]
     single_file.write_page(runs, tmp_path / "page.html", limit=len(single_file.build_inspect_page({})[0]) + 70_000)
     held = blocks(tmp_path / "page.html")
@@ -133,7 +134,7 @@ def test_of_two_runs_the_same_steps_are_kept(tmp_path):
     assert 1 < len(kept[0]) < 9
 
 
-def test_a_damaged_file_costs_its_step_alone(tmp_path):
+def test_damaged_file_costs_only_its_step(tmp_path):
     run = RunReader(small_run(tmp_path / "run", steps=3))
     token_files.get_tokens_path(run.run_dir, 2).write_bytes(b"PAR1")
     assert "the tokens of 1 of 3 steps" in single_file.write_page([run], tmp_path / "page.html")
@@ -141,7 +142,7 @@ def test_a_damaged_file_costs_its_step_alone(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_numbers_that_are_none_and_texts_that_are_missing_are_packed(tmp_path):
+def test_nan_infinity_and_missing_texts_are_packed(tmp_path):
     run, nan, inf = run_folder(tmp_path / "run"), float("nan"), float("inf")
     tops = {"top_before": [1, None], "top_before_text": [None, "x"], "top_before_logprob": [None, -inf]}
     odd = {"token": None, "text": None, "logprob_before": nan, "gradient": inf, "push": -inf, "ratio": 1e30, **tops}

@@ -1,4 +1,4 @@
-"""What the microscope reads from a run folder, against numbers worked out by hand."""
+"""Test what `pellucid look` and `pellucid show` read from a run folder, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ CONFIG = {"algorithm": {"prompts_per_step": 2, "group_size": 4, "clip_low": 0.2,
         ([0.8, 0.3], [None, None], "signal"),
     ],
 )
-def test_whether_a_group_has_a_signal_and_why_not(rewards, correct, signal):
+def test_signal_of_a_group_or_the_reason_for_none(rewards, correct, signal):
     assert classify_signal(rewards, correct) == signal
 
 
-def test_rewards_within_the_range_that_counts_as_none_are_equal():
+def test_rewards_within_min_reward_range_count_as_equal():
     assert classify_signal([0.5, 0.55], [False, False], 0.1) == "partial"
     assert classify_signal([0.5, 0.65], [False, False], 0.1) == "signal"
 
 
 @pytest.fixture
 def two_tokens(tmp_path):
-    """A group of a prompt and one answer of a token 0.75 and one of 0.25 of the gradient."""
+    """Return a run of one prompt and one answer, whose two tokens have 0.75 and 0.25 of the gradient."""
     run = run_folder(tmp_path / "run")
     scored = {"logprob_before": -1.0, "logprob_after": -0.75, "sampler_logprob": -1.125, "entropy_before": 1.0}
     unscored = {"logprob_before": None, "logprob_after": -2.0, "sampler_logprob": -2.5, "entropy_before": 0.5}
@@ -61,7 +61,7 @@ def two_tokens(tmp_path):
     return RunReader(run)
 
 
-def test_differences_shares_and_sums_of_a_step(two_tokens):
+def test_changes_shares_and_sums_of_a_step(two_tokens):
     tokens = two_tokens.read_tokens(1)
     assert tokens.columns["change"] == [None, 0.25, None]
     assert tokens.columns["gap"] == [None, 0.125, None]
@@ -73,20 +73,20 @@ def test_differences_shares_and_sums_of_a_step(two_tokens):
     assert [(s["completion"], s["start"], s["end"]) for s in tokens.sequences] == [(-1, 0, 1), (0, 1, 3)]
 
 
-def test_given_tokens_have_no_part_in_the_entropy_of_a_group(tmp_path):
+def test_entropy_of_a_group_excludes_given_tokens(tmp_path):
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", entropy_before=1.0), row(0, 0, 1, "b", kind="given", entropy_before=9.0)])
     assert RunReader(run).read_summary(1)["groups"][0]["entropy"] == 1.0
 
 
-def test_the_log_prob_of_the_start_is_what_a_step_changed(tmp_path):
-    """With several updates a step, the log-prob of the last of them has moved already."""
+def test_change_is_measured_from_the_logprob_at_the_start_of_the_step(tmp_path):
+    """With several updates per step, the log-prob before the last update has already changed."""
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", logprob_start=-2.0, logprob_before=-1.5, logprob_after=-1.0)])
     assert RunReader(run).read_tokens(1).columns["change"] == [1.0]
 
 
-def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
+def test_columns_of_the_page_contain_the_recorded_values(two_tokens):
     page = json.loads(json.dumps(two_tokens.answer("tokens/1")))
     assert page["kind"] == "pss"
     assert [page["vocabulary"][i][1] for i in page["token"]] == ["Q", " 7", " 8"]
@@ -99,12 +99,12 @@ def test_numbers_are_rounded_to_digits_and_not_below_the_floor():
     assert round_values([1.5e-6, -4e-6], 2, None) == [1.5e-6, -4e-6]
 
 
-def test_a_step_without_rollouts_is_summed_up_from_its_tokens(two_tokens):
+def test_step_without_rollouts_is_summarized_from_its_tokens(two_tokens):
     [group] = two_tokens.read_summary(1)["groups"]
     assert (group["prompt"], group["rewards"], group["lengths"], group["recorded"]) == ("Q", [1.0], [2], True)
 
 
-def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tmp_path):
+def test_rollouts_are_found_as_they_are_written_except_half_a_line(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     rollouts = RolloutIndex(path)
     assert not rollouts.locate_steps()
@@ -124,7 +124,7 @@ def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tm
     assert not rollouts.read_groups(2)
 
 
-def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
+def test_question_is_found_in_every_step_that_asked_it(tmp_path):
     run = RunReader(small_run(tmp_path / "run", steps=3))
     found = {each["prompt"]: each for each in run.answer("questions")}
     assert (found["What is 3 + 4?"]["times"], found["What is 3 + 4?"]["last"]) == (3, [0.5, 0.5, 0.5])
@@ -139,7 +139,7 @@ def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
     ]
 
 
-def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatch):
+def test_only_new_and_deleted_steps_are_read_again(tmp_path, monkeypatch):
     run, read = RunReader(small_run(tmp_path / "run", steps=3)), []
     summarised = run.compute_summary
     monkeypatch.setattr(run, "compute_summary", lambda step, *mark: read.append(step) or summarised(step, *mark))
@@ -159,7 +159,7 @@ def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatc
 # ---------------------------------------------------------------- sentences
 
 
-def test_the_sentence_on_a_clipped_token():
+def test_clipped_token_is_explained():
     token = {"kind": "sampled", "rule": "clip_low", "advantage": -0.9, "ratio": 0.76, "bound": 0.8, "push": 0.0}
     assert explain_token(token) == "Advantage -0.9, ratio 0.76 below 1 - clip_low = 0.8: no gradient."
 
@@ -178,7 +178,7 @@ def test_the_sentence_on_a_clipped_token():
         (None, 0.2, "Nothing is recorded"),
     ],
 )
-def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
+def test_pushed_token_is_explained(push, change, says):
     token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": push, "change": change}
     assert says in explain_token(token)
 
@@ -194,12 +194,12 @@ def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
         (None, 0.0006, "rose by 0.0006."),
     ],
 )
-def test_a_movement_within_the_rounding_of_the_logits_is_said_to_be(dtype, change, says):
+def test_change_within_the_rounding_of_the_dtype_is_named(dtype, change, says):
     token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": 0.1, "change": change}
     assert explain_token(token, metadata={"dtype": dtype} if dtype else {}).endswith(says)
 
 
-def test_a_token_that_nobody_pushed_may_have_moved():
+def test_token_without_a_gradient_may_have_changed():
     dead = {"kind": "sampled", "rule": "zero_variance", "advantage": 0.0, "push": 0.0}
     assert explain_token({**dead, "change": -0.27}).endswith("no gradient; yet its log-prob fell by 0.27.")
     assert explain_token({**dead, "change": 0.0002}).endswith("no gradient.")
@@ -220,7 +220,7 @@ def test_figures_have_three_digits():
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------- why nothing happens
+# ---------------------------------------------------------------- diagnosis
 
 
 def keys(rows, summaries=(), config=CONFIG, error=""):
@@ -249,18 +249,18 @@ HEALTHY = {"loss": 0.4}
         ({"lr": 0.0}, "lr_zero"),
     ],
 )
-def test_each_cause_has_its_sentence_and_a_healthy_run_has_none(changed, key):
+def test_each_cause_is_diagnosed_and_a_healthy_run_has_none(changed, key):
     assert keys([metric(step, **HEALTHY) for step in (1, 2)]) == []
     assert keys([metric(step, **{**HEALTHY, **changed}) for step in (1, 2)]) == [key]
 
 
 @pytest.mark.parametrize(("ended", "level"), [(0.89, "note"), (0.6, "note"), (0.44, "trouble"), (0.0, "trouble")])
-def test_answers_that_are_cut_off_are_said_to_be_so(ended, level):
+def test_cut_off_answers_are_reported_with_their_share(ended, level):
     [found] = diagnose_run(CONFIG, [metric(1, loss=0.4, **{"completion/finished": ended})], [])
     assert (found["key"], found["level"], found["values"]["share"]) == ("cut_off", level, f"{1 - ended:.0%}")
 
 
-def test_what_went_wrong_is_found_in_the_whole_run_and_holds_it_back_if_it_is_recent():
+def test_past_problems_are_notes_and_recent_ones_are_trouble():
     rows = [
         {**metric(step, **HEALTHY), "update/kl": 0.1 if step < 4 else 0.0, "completion/length_mean": 20.0}
         for step in range(1, 41)
@@ -276,12 +276,12 @@ def test_what_went_wrong_is_found_in_the_whole_run_and_holds_it_back_if_it_is_re
 
 
 def graded(right):
-    """An evaluation of these greedy answers."""
+    """Return an evaluation of these greedy answers."""
     return Evaluation("t", "test", len(right), 0, Estimate(sum(right) / len(right)), Estimate(), Estimate(), right, "q")
 
 
 def degrees(folder):
-    """A run whose rewards are degrees, as its second step shows; the first one, of zeros, does not show it."""
+    """Write a run with continuous rewards. Only its second step shows that they are: all rewards of the first are 0."""
     run = run_folder(folder)
     for step, rewards in ((1, [0.0, 0.0]), (2, [0.8, 0.3])):
         rows = [row(0, i, 0, "a", reward=reward, correct=False) for i, reward in enumerate(rewards)]
@@ -292,7 +292,7 @@ def degrees(folder):
     return run
 
 
-def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_wrong(tmp_path):
+def test_no_step_of_a_run_with_continuous_rewards_says_right_or_wrong(tmp_path):
     run = RunReader(degrees(tmp_path / "run"))
     for step, signal in ((1, "equal"), (2, "signal")):
         [group] = run.read_summary(step)["groups"]
@@ -304,7 +304,7 @@ def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_w
     assert not re.search("right|wrong", re.sub("<[^>]*>", " ", " ".join(overview["charts"])))
 
 
-def test_a_page_on_disk_of_degrees_calls_no_answer_right_or_wrong(tmp_path):
+def test_page_on_disk_marks_no_continuous_reward_right_or_wrong(tmp_path):
     run = RunReader(degrees(tmp_path / "run"))
     single_file.write_page([run], tmp_path / "page.html")
     found = re.findall(r'data-key="0/summaries/0">([^<]*)</script>', (tmp_path / "page.html").read_text())
@@ -312,7 +312,7 @@ def test_a_page_on_disk_of_degrees_calls_no_answer_right_or_wrong(tmp_path):
     assert [group["correct"] for each in summaries for group in each["groups"]] == [[None, None]] * 2
 
 
-def test_the_terminal_shows_the_reward_of_a_degree_alone(tmp_path):
+def test_terminal_shows_a_continuous_reward_without_right_or_wrong(tmp_path):
     screen = Console(file=io.StringIO(), width=100)
     terminal.show_group(degrees(tmp_path / "run"), 2, None, "change", screen)
     text = screen.file.getvalue()
@@ -320,7 +320,7 @@ def test_the_terminal_shows_the_reward_of_a_degree_alone(tmp_path):
     assert not re.search(r"\b(right|wrong)\b", text)
 
 
-def test_equal_partial_credit_is_told_from_all_wrong():
+def test_equal_partial_credit_differs_from_all_wrong():
     rows = [metric(1, loss=0.4, **{"groups/dead_all_wrong": 1.0})]
     group = {"signal": "partial", "rewards": [0.25, 0.25]}
     [found] = diagnose_run(CONFIG, rows, [{"groups": [group, group]}])
@@ -328,16 +328,16 @@ def test_equal_partial_credit_is_told_from_all_wrong():
     assert found["values"]["reward"] == "0.25"
 
 
-def test_a_term_that_was_given_once_was_sampled():
+def test_reward_term_given_once_is_not_called_never_sampled():
     rows = [metric(step, loss=0.4, **{"reward/format": value}) for step, value in ((1, 0.1), (2, 0.0))]
     assert keys(rows) == []
 
 
-def test_with_several_updates_a_loss_of_zero_is_explained_otherwise():
+def test_zero_loss_with_several_updates_has_another_explanation():
     assert keys([metric(1)], config={"algorithm": {"epochs": 2}}) == ["loss_small"]
 
 
-def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
+def test_error_of_a_failing_reward_is_shown(tmp_path):
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a")])
     lines(run / "metrics.jsonl", [metric(1, loss=0.4, **{"reward/failed": 12.0})])
@@ -346,17 +346,17 @@ def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
     assert (found["key"], found["values"]["error"]) == ("reward_fails", "ValueError: no number")
 
 
-# ---------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------- errors
 
 
-def test_no_run_and_no_tokens_are_one_line_each(tmp_path):
+def test_folder_without_run_or_tokens_raises_user_error(tmp_path):
     with pytest.raises(UserError, match="is not a run"):
         open_recorded_run(tmp_path)
     with pytest.raises(UserError, match=r"\[log\]"):
         open_recorded_run(run_folder(tmp_path / "bare"))
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_error_message_names_a_damaged_file(tmp_path):
     run = small_run(tmp_path / "run", steps=1)
     (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(UserError, match=r"step-000001.parquet is damaged"):
@@ -364,6 +364,6 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["nothing", "tokens/x", "tokens/../../etc/passwd", "tokens/99", "summaries/-1"])
-def test_keys_that_there_are_not_are_refused(tmp_path, key):
+def test_unknown_keys_raise_user_error(tmp_path, key):
     with pytest.raises(UserError):
         RunReader(small_run(tmp_path / "run", steps=1)).answer(key)

@@ -1,4 +1,4 @@
-"""A group in the terminal."""
+"""Test how `pellucid show` prints a group in the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shown(run, step=None, group=None, by="change", color=None):
     return screen.file.getvalue()
 
 
-def test_the_last_step_and_the_group_that_taught_most(tmp_path):
+def test_last_step_and_group_with_largest_gradient_are_the_default(tmp_path):
     run = run_folder(tmp_path / "run")
     (run / "metrics.jsonl").touch()
     for step in (1, 2):
@@ -33,13 +33,13 @@ def test_the_last_step_and_the_group_that_taught_most(tmp_path):
 
 
 @pytest.mark.parametrize("step", [None, 3])
-def test_a_run_that_has_recorded_no_step_yet_is_one_line(tmp_path, step):
+def test_run_without_recorded_steps_raises_user_error(tmp_path, step):
     run = run_folder(tmp_path / "run", {**CONFIG, "log": {"tokens": 4}})
     with pytest.raises(UserError, match="has no recorded step yet"):
         shown(run, step)
 
 
-def test_colours_are_blue_above_and_orange_below(tmp_path):
+def test_increases_are_blue_and_decreases_orange(tmp_path):
     run = run_folder(tmp_path / "run")
     up, down = row(0, 0, 0, "up", logprob_after=-0.1), row(0, 0, 1, "down", logprob_after=-0.9)
     write_tokens(run, 1, [prompt(0, 0, "Q"), up, down, row(0, 0, 2, "took", rule="clip_high", logprob_after=-0.5)])
@@ -50,14 +50,14 @@ def test_colours_are_blue_above_and_orange_below(tmp_path):
     assert "\x1b" not in shown(run)
 
 
-def test_shares_of_the_gradient_by_hand(tmp_path):
+def test_shares_of_the_gradient_match_hand_computed_ones(tmp_path):
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", gradient=0.3), row(0, 0, 1, "b", gradient=0.1)])
     assert "75.0%" in shown(run)
     assert "25.0%" in shown(run)
 
 
-def test_answers_that_are_alike_are_one_with_all_their_shares(tmp_path):
+def test_identical_answers_are_merged_and_their_shares_added(tmp_path):
     run = run_folder(tmp_path / "run")
     rows = [row(0, c, 0, "same", gradient=0.3, advantage=0.378) for c in (0, 2)]
     rows += [row(0, 1, 0, "other", gradient=0.4, advantage=-1.5, reward=0.0, correct=False)]
@@ -69,14 +69,14 @@ def test_answers_that_are_alike_are_one_with_all_their_shares(tmp_path):
     assert "30.0%" not in text
 
 
-def test_answers_without_a_token_are_said(tmp_path):
+def test_answers_without_tokens_are_listed(tmp_path):
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a"), row(1, 0, 0, "b")], silent={"0": [1, 3]})
     assert "before the policy spoke: answer 1, 3." in shown(run, 1, 0)
     assert "before the policy spoke" not in shown(run, 1, 1)
 
 
-def test_what_a_model_says_does_nothing_to_the_terminal(tmp_path):
+def test_control_characters_of_an_answer_are_escaped(tmp_path):
     run = run_folder(tmp_path / "run")
     add_step(run, 1, said=[HOSTILE.replace("\ud800", ""), "\x1b[2J", "\u202ereversed"])
     text = shown(run, 1, 0)
@@ -85,7 +85,7 @@ def test_what_a_model_says_does_nothing_to_the_terminal(tmp_path):
     assert "\\x1b[2J" in text
 
 
-def test_steps_and_groups_that_are_not_recorded_are_one_line(tmp_path):
+def test_missing_steps_and_groups_raise_user_error(tmp_path):
     run = small_run(tmp_path / "run", steps=3)
     with pytest.raises(UserError, match=r"3 steps from 1 to 3, the nearest is 3"):
         shown(run, 7)
@@ -93,7 +93,7 @@ def test_steps_and_groups_that_are_not_recorded_are_one_line(tmp_path):
         shown(run, 1, 2)
 
 
-def test_the_commands_by_the_command_line(tmp_path, capsys):
+def test_show_and_look_run_from_the_command_line(tmp_path, capsys):
     run = small_run(tmp_path / "run", steps=1)
     assert answered("show", run, "--group", 1) == 0
     assert "group 1" in capsys.readouterr().out

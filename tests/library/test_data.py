@@ -1,4 +1,4 @@
-"""Rows in memory: of what kind they may be, and that a file of them says the same."""
+"""In-memory rows: the accepted types, and the equivalence with a file of the same rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
+def test_rows_of_every_type_write_the_same_file(kind, tmp_path):
     lines, path = make_in_memory_rows(KINDS[kind](ROWS), "test_data"), tmp_path / "data.jsonl"
     lines.write_file(path)
     assert [row for _, row in load_rows(str(path), "", "train")] == ROWS
@@ -35,11 +35,11 @@ def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "parts/*.csv", "openai/gsm8k", ["a.jsonl", "b.jsonl"]])
-def test_a_name_stays_a_name(name):
+def test_file_and_dataset_names_are_not_in_memory_rows(name):
     assert make_in_memory_rows(name) is None
 
 
-def test_values_are_kept_as_json_has_them():
+def test_values_are_converted_to_json():
     row = {
         "number": np.float32(0.5),
         "count": np.int64(3),
@@ -74,14 +74,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("told", MISTAKES)
-def test_what_is_no_data_is_told(told):
+def test_invalid_data_raises_user_error(told):
     with pytest.raises(UserError) as error:
         make_in_memory_rows(MISTAKES[told])
     assert told in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_of_a_data_set_with_splits_the_one_to_hold_out_is_named():
+def test_split_error_for_test_data_names_the_test_split():
     with pytest.raises(UserError) as error:
         make_in_memory_rows(MISTAKES['data holds the splits train, test: give one, data["train"]'], "test_data")
     assert str(error.value) == 'test_data holds the splits train, test: give one, test_data["test"]'
@@ -102,7 +102,7 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"question": "?", "answer": "1", "solution": "one"}, {}, {}),
     ],
 )
-def test_columns_as_trl_has_them_are_found(row, section, found):
+def test_columns_named_as_in_trl_are_found(row, section, found):
     assert infer_columns(row, section) == found
 
 

@@ -1,4 +1,4 @@
-"""Settings as keywords: each goes where its name leads, and a name that leads nowhere, or to two places, is told."""
+"""Settings as keywords: each name leads to one setting, and unknown or ambiguous names raise an error."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_name_leads_to_its_setting(name, place):
 
 
 @pytest.mark.parametrize("task", [None, *TASKS])
-def test_every_setting_has_a_name_of_its_own(task):
-    """Its own where no other section has it; with its section always, and never that of another."""
+def test_every_setting_has_a_unique_name(task):
+    """A bare key works if no other section has it. With its section, a key always works and clashes with no other."""
     cls = load_task_class(task) if task else None
     known = list_section_keys(cls)
     bare = [key for keys in known.values() for key in keys]
@@ -64,7 +64,7 @@ def test_every_setting_has_a_name_of_its_own(task):
         assert {f.name for f in dataclasses.fields(cls)} - set(known["task"]) <= set(COMMON_TASK_FIELDS)
 
 
-def test_every_option_that_messages_name_has_the_keyword_that_leads_to_it():
+def test_every_option_in_messages_has_a_matching_keyword():
     sources = "".join(path.read_text() for path in Path("src/pellucid").rglob("*.py"))
     named = set(re.findall(r"format_(?:option|setting)\(f?[\"']([a-z_]+\.[a-z_]+)[\"']", sources))
     assert {"evaluate.every", "evaluate.patience", "algorithm.steps"} <= named
@@ -89,7 +89,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_name_that_leads_nowhere_is_told(name):
+def test_unknown_or_ambiguous_name_raises_user_error(name):
     with pytest.raises(UserError) as told:
         group_settings_by_section({name: 1}, Dataset)
     assert str(told.value) == MISTAKES[name]
@@ -101,8 +101,8 @@ def test_keywords_become_a_recipe():
     assert (cfg.algorithm.steps, cfg.optimizer.lr, cfg.evaluate.every, cfg.optimizer.betas) == (3, 1e-3, 5, (0.8, 0.9))
 
 
-def test_every_keyword_of_the_document_is_one():
-    """`name=` in it is a parameter of train or of the algorithm alone, or leads to a setting; in that for TRL, too."""
+def test_every_keyword_in_the_documentation_exists():
+    """Each `name=` in the Python and TRL pages is a parameter of these functions, or leads to a setting."""
     pages = [Path(f"docs/{name}.md").read_text() for name in ("reference/python", "how-to/from-trl")]
     texts = [re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL) for page in pages]
     ours = texts[0] + re.sub(r"^\| [^|]*`[^|]*\|", "|", texts[1], flags=re.MULTILINE)

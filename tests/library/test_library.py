@@ -1,4 +1,4 @@
-"""`pellucid.train`: the run of the command, step by step; left, gone on with, and told in one line what is wrong."""
+"""`pellucid.train`: runs equal those of the command, can be left and resumed, and report mistakes in one line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def each(run, act):
 
 @pytest.fixture
 def small(model_dir, tmp_path):
-    """Settings of three steps of a tiny model, in a fraction of a second."""
+    """Return settings for three steps of a tiny model, which take a fraction of a second."""
     return {
         "model": model_dir,
         "run": tmp_path / "run",
@@ -67,7 +67,7 @@ def small(model_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_import_is_light_and_brings_all_that_is_exported():
+def test_import_is_light_and_every_exported_name_resolves():
     heavy = "import sys; heavy = {'torch', 'transformers', 'datasets', 'pandas', 'numpy'}"
     names = "assert dir(pellucid) == pellucid.__all__ and not heavy & set(sys.modules)"
     begun = "pellucid.train(data=[{'question': '1+1=', 'answer': '2'}]); assert not heavy & set(sys.modules)"
@@ -79,11 +79,11 @@ def test_the_import_is_light_and_brings_all_that_is_exported():
         _ = pellucid.trian
 
 
-# ---------------------------------------------------------------- the run of the command
+# ---------------------------------------------------------------- runs like those of the command
 
 
 @pytest.mark.slow
-def test_the_steps_are_those_of_the_command(recipe, tmp_path, undisturbed):
+def test_steps_equal_those_of_the_command(recipe, tmp_path, undisturbed):
     whole, mine = undisturbed(recipe, "--algorithm.steps", 4), tmp_path / "mine"
     steps = list(pellucid.train(recipe=recipe, run=mine, steps=4))
     same_run(whole, mine)
@@ -96,7 +96,7 @@ def test_the_steps_are_those_of_the_command(recipe, tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturbed):
+def test_loop_can_be_left_and_continued(recipe, tmp_path, capsys, undisturbed):
     whole, folder = undisturbed(recipe), tmp_path / "left"
     mine = pellucid.train(recipe=recipe, run=folder, checkpoint_every=4)
     for step in mine:
@@ -122,7 +122,7 @@ def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturb
 
 
 @pytest.mark.slow
-def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undisturbed):
+def test_leaving_the_loop_after_the_last_step_finishes_the_run(recipe, tmp_path, undisturbed):
     mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
     for step in mine:
         if step.step == 6:
@@ -132,8 +132,8 @@ def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undis
 
 
 @pytest.mark.slow
-def test_another_loop_leaves_one_that_is_open(recipe, tmp_path, undisturbed):
-    """A cell of a notebook that is run again finds the iterator of the first time, by its name."""
+def test_new_loop_ends_the_open_loop(recipe, tmp_path, undisturbed):
+    """A notebook cell that runs a second time finds the iterator of its first run under the same name."""
     mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
     first = iter(mine)
     with pytest.raises(ZeroDivisionError):
@@ -147,8 +147,8 @@ def test_another_loop_leaves_one_that_is_open(recipe, tmp_path, undisturbed):
     same_run(undisturbed(recipe), tmp_path / "run")
 
 
-def test_a_step_has_no_other_inside(small):
-    """As of a reward that asks for more of the run it is for."""
+def test_step_inside_a_step_is_refused(small):
+    """Here the reward function asks its own run for more steps."""
 
     def impatient(completions, **columns):
         try:
@@ -180,7 +180,7 @@ next(sys.kept)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_script_that_ends_with_a_loop_open_leaves_it(processes, model_dir, tmp_path):
+def test_script_that_ends_inside_a_loop_saves_a_checkpoint(processes, model_dir, tmp_path):
     (tmp_path / "script.py").write_text(UNFINISHED.format(tests=str(Path(__file__).parents[1])))
     done = in_processes(processes, tmp_path / "script.py", model_dir, tmp_path / "run")
     assert "Exception ignored" not in done.stderr + done.stdout
@@ -225,7 +225,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_fork_of_a_loop_leaves_the_run_to_its_owner(model_dir, tmp_path):
-    """It exits, breaks out of the loop, or asks for another step: nothing is written, and no process is ended."""
+    """The child exits, breaks out of the loop, or asks for another step: it writes nothing and ends no process."""
     (tmp_path / "rewards.py").write_text(
         "def digits(completions, **columns):\n"
         "    return [sum(c.isdigit() for c in completion[0]['content']) for completion in completions]\n"
@@ -240,14 +240,14 @@ def test_a_fork_of_a_loop_leaves_the_run_to_its_owner(model_dir, tmp_path):
 
 
 def forked():
-    """Fork, and return in both processes; in the first the exit status of the other."""
+    """Fork. Return the exit status of the child in the parent, and None in the child."""
     child = os.fork()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
 
 
 @pytest.mark.slow
-def test_a_fork_that_comes_back_into_a_step_ends(small):
-    """Of a reward that is computed in this process, and of what else is called in a step."""
+def test_forked_child_that_returns_into_a_step_ends(small):
+    """Both in a reward that is computed in this process, and in other code that a step calls."""
     owner, ended = os.getpid(), []
 
     def forks(completions, **columns):
@@ -264,7 +264,7 @@ def test_a_fork_that_comes_back_into_a_step_ends(small):
 
 
 @pytest.mark.slow
-def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
+def test_command_and_library_continue_each_others_runs(recipe, tmp_path, undisturbed):
     for folder, first, second in (
         ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
         (
@@ -283,7 +283,7 @@ def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe,
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_step_saves_and_is_raised(recipe, tmp_path, monkeypatch, capsys, undisturbed):
+def test_interrupt_finishes_the_step_saves_and_is_raised(recipe, tmp_path, monkeypatch, capsys, undisturbed):
     mine, seen = pellucid.train(recipe=recipe, run=tmp_path / "run", checkpoint_every=0), []
     with asked_to_stop(monkeypatch), pytest.raises(KeyboardInterrupt):
         each(mine, lambda step: seen.append(step.step))
@@ -295,7 +295,7 @@ def test_an_interrupt_ends_the_step_saves_and_is_raised(recipe, tmp_path, monkey
 
 
 class Interrupting:
-    """Of the import system: an interrupt arrives while this module is imported for the first time."""
+    """An import finder that raises an interrupt when a module is imported for the first time."""
 
     def __init__(self, module):
         self.module, self.came = module, 0
@@ -303,7 +303,7 @@ class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == self.module and not self.came:
             self.came += 1
-            signal.raise_signal(signal.SIGINT)  # in this thread, at once
+            signal.raise_signal(signal.SIGINT)  # arrives in this thread immediately
 
 
 def test_an_interrupt_waits_for_the_first_import_of_torch(small, monkeypatch):
@@ -311,10 +311,10 @@ def test_an_interrupt_waits_for_the_first_import_of_torch(small, monkeypatch):
     name = "pellucid.training.run"
     interrupting = Interrupting(name)
     monkeypatch.setattr(sys, "meta_path", [interrupting, *sys.meta_path])
-    monkeypatch.setattr(importlib.import_module("pellucid.training"), "run", run)  # put back at the end
+    monkeypatch.setattr(importlib.import_module("pellucid.training"), "run", run)  # restored at the end
     monkeypatch.delitem(sys.modules, name)
     ours = pellucid.train(data=ROWS, reward=digits, **small)
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began this beside it
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs of a shell
     try:
         with pytest.raises(KeyboardInterrupt):
             next(iter(ours))
@@ -326,12 +326,12 @@ def test_an_interrupt_waits_for_the_first_import_of_torch(small, monkeypatch):
     assert len(list(ours)) == 3, "the same run can be iterated over"
 
 
-def test_between_steps_an_interrupt_is_the_caller_s(recipe, tmp_path):
+def test_interrupt_between_steps_is_left_to_the_caller(recipe, tmp_path):
     def interrupted(_):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         os.kill(os.getpid(), signal.SIGINT)
 
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began this beside it
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs of a shell
     try:
         with pytest.raises(KeyboardInterrupt):
             each(pellucid.train(recipe=recipe, run=tmp_path / "run"), interrupted)
@@ -340,7 +340,7 @@ def test_between_steps_an_interrupt_is_the_caller_s(recipe, tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000001"]
 
 
-def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsys):
+def test_second_interrupt_ends_the_run_at_once(recipe, tmp_path, monkeypatch, capsys):
     def twice(*_):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -352,7 +352,7 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
     run_dir.refuse_locked_run_dir(tmp_path / "run")
 
 
-def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(recipe, tmp_path, monkeypatch, capsys):
+def test_interrupt_before_the_run_exists_offers_no_resume(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "build_components", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
@@ -360,7 +360,7 @@ def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(re
     assert not (tmp_path / "run").exists()
 
 
-def test_it_trains_in_a_thread(small):
+def test_training_works_in_a_thread(small):
     done = []
     small |= {"data": ROWS, "reward": digits}
     thread = threading.Thread(target=lambda: done.append(pellucid.train(**small).finish()))
@@ -369,7 +369,7 @@ def test_it_trains_in_a_thread(small):
     assert done[0].finished
 
 
-def test_what_is_deterministic_in_a_loop_is_not_so_after_it(small):
+def test_deterministic_mode_ends_with_the_loop(small):
     for _ in pellucid.train(data=ROWS, reward=digits, deterministic=True, **small):
         assert torch.are_deterministic_algorithms_enabled()
         break
@@ -383,7 +383,7 @@ def test_what_is_deterministic_in_a_loop_is_not_so_after_it(small):
 @pytest.mark.parametrize(
     "settings", [{}, {"lora": 2}, {"offload": True, "dtype": "bfloat16"}], ids=["whole", "adapter", "offloaded"]
 )
-def test_the_model_is_the_one_that_is_saved(small, tmp_path, settings):
+def test_model_of_the_run_equals_the_saved_weights(small, tmp_path, settings):
     mine = pellucid.train(data=ROWS, reward=digits, **{**small, **settings})
     with pytest.raises(UserError, match="take a step first"):
         _ = mine.model
@@ -403,7 +403,7 @@ def test_the_model_is_the_one_that_is_saved(small, tmp_path, settings):
     assert AutoTokenizer.from_pretrained(tmp_path / "both").get_vocab() == mine.tokenizer.get_vocab()
 
 
-def test_what_came_of_a_run_is_at_hand(small):
+def test_run_offers_metrics_evaluations_and_report(small):
     mine = pellucid.train(data=ROWS, reward=digits, **{**small, "evaluate_every": 2, "n": 2, "k": 0})
     assert (mine.metrics, mine.evaluations) == ([], {})
     with pytest.raises(UserError, match="nothing to report yet"):
@@ -419,7 +419,7 @@ def test_what_came_of_a_run_is_at_hand(small):
 
 
 @pytest.mark.slow
-def test_rows_in_memory_are_a_file_of_the_run(small, capsys):
+def test_in_memory_rows_become_a_file_of_the_run(small, capsys):
     mine = pellucid.train(data=ROWS, reward="numeric", **small)
     assert not mine.folder.exists()
     for _ in mine:
@@ -435,8 +435,8 @@ def test_rows_in_memory_are_a_file_of_the_run(small, capsys):
 
 
 @pytest.mark.slow
-def test_held_out_rows_in_memory_are_a_file_of_the_run_too(small, tmp_path):
-    """They are asked, and none of them is trained on; a resume needs them no more, and refuses others."""
+def test_in_memory_test_rows_become_a_file_of_the_run(small, tmp_path):
+    """They are evaluated but never trained on. A resume does not need them again, and refuses different rows."""
     test = ROWS[:5]
     settings = {**small, "evaluate_every": 2, "n": 0, "k": 0}
     mine = pellucid.train(data=ROWS, test_data=pandas.DataFrame(test), reward="numeric", **settings)
@@ -468,8 +468,8 @@ def test_a_run_that_cannot_begin_leaves_no_held_out_rows(small):
         pellucid.train(data=ROWS, reward=digits, **small)
 
 
-def test_a_function_stays_here(small, capsys):
-    """The command and others are told so; who has it goes on."""
+def test_function_reward_must_be_passed_again_on_resume(small, capsys):
+    """Commands cannot load the function and say so. The run continues once the caller passes it again."""
     for _ in pellucid.train(data=ROWS, reward=digits, **small):
         break
     folder = small["run"]
@@ -517,8 +517,8 @@ def test_several_rewards_have_weights_and_names(small):
     assert {r.parts["digits"] for group in step.groups for r in group.rewards} != {0.25}
 
 
-def test_a_reward_that_fails_costs_itself(small):
-    """It raises at some of the questions; their siblings go with them, and nobody else."""
+def test_failed_reward_costs_only_its_own_group(small):
+    """The reward raises for some questions. All samples of their groups fail, and no others."""
     odd = {row["question"] for row in ROWS[::2]}
 
     def careless(completions, question, **columns):
@@ -531,7 +531,7 @@ def test_a_reward_that_fails_costs_itself(small):
     assert (mine.folder / "rewards.log").read_text().count("KeyError: 'no such key'") == 1
 
 
-def test_where_every_reward_fails_nothing_is_left(small):
+def test_run_with_only_failed_rewards_leaves_no_folder(small):
     with pytest.raises(
         NotBegunError, match="every reward of the first 8 samples failed, the first with lambda: KeyError"
     ):
@@ -548,7 +548,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(small):
     assert not small["run"].exists()
 
 
-def test_a_folder_that_was_there_is_as_free_as_before_a_run_that_could_not_begin(small):
+def test_failed_start_leaves_an_existing_folder_usable(small):
     small["run"].mkdir()
     with pytest.raises(UserError, match="there is no such file or folder"):
         pellucid.train(data=ROWS, reward=digits, **{**small, "model": "./no-such-model"}).finish()
@@ -556,8 +556,8 @@ def test_a_folder_that_was_there_is_as_free_as_before_a_run_that_could_not_begin
     assert pellucid.train(data=ROWS, reward=digits, **small).finish().finished
 
 
-def test_a_run_that_another_was_faster_than_leaves_its_rows(small):
-    """Both were asked for while the folder was free."""
+def test_second_run_in_a_folder_keeps_the_rows_of_the_first(small):
+    """Both runs were created while the folder was free."""
     mine, other = (pellucid.train(data=rows, reward=digits, **small) for rows in (ROWS, ROWS[:20]))
     for _ in mine:
         break
@@ -567,8 +567,8 @@ def test_a_run_that_another_was_faster_than_leaves_its_rows(small):
     assert pellucid.train(resume=small["run"], reward=digits).finish().finished
 
 
-def test_prompts_as_trl_has_them(small):
-    """A string is the text itself, and its completions are strings; messages are a chat."""
+def test_prompts_may_have_the_forms_of_trl(small):
+    """A string is the prompt text itself and gives string completions. A list of messages is a chat."""
     seen = []
 
     def reward(prompts, completions, solution, **columns):
@@ -589,7 +589,7 @@ def test_prompts_as_trl_has_them(small):
 
 
 class Plain:
-    """No dataclass."""
+    """A task that is not a dataclass."""
 
     def sample(self, step, n):
         return [Prompt(f"{step}/{i}", f"{step + i}+1=") for i in range(n)]
@@ -621,7 +621,7 @@ class Split(Plain):
 
 
 @pytest.mark.slow
-def test_a_task_of_a_file_goes_by_its_file(small, tmp_path):
+def test_task_from_a_file_is_recorded_by_its_path(small, tmp_path):
     task = Curriculum(task=digits_task.Digits(), pool=8)
     mine = pellucid.train(task=task, seed=7, **small).finish()
     settings = json.loads((mine.folder / "config.json").read_text())
@@ -648,7 +648,7 @@ def test_a_task_may_be_any_object(small, evaluate_every):
 
 
 @pytest.mark.slow
-def test_a_task_of_this_function_is_graded_in_this_process(small):
+def test_task_defined_in_a_function_is_graded_in_this_process(small):
     @dataclass(frozen=True)
     class Local(CountDigits):
         model: object = None
@@ -657,7 +657,7 @@ def test_a_task_of_this_function_is_graded_in_this_process(small):
     assert pellucid.train(task=Local(), **{**small, "run": small["run"] / "two", "evaluate_every": 1}).finish().finished
 
 
-def test_rows_are_asked_by_the_innermost_task_of_a_recipe(small, tmp_path):
+def test_rows_go_to_the_innermost_task_of_a_recipe(small, tmp_path):
     file = tmp_path / "wrapped.toml"
     file.write_text('[task]\nname = "curriculum"\npool = 8\n[task.task]\nname = "dataset"\ndata = "none.jsonl"\n')
     rows = [{"question": f"{a}+1=", "solution": str(a + 1)} for a in range(9)]
@@ -671,7 +671,7 @@ def test_rows_are_asked_by_the_innermost_task_of_a_recipe(small, tmp_path):
     assert section["task"]["rewards"][0]["name"] == "here:digits"
 
 
-def test_a_recipe_may_be_one_that_ships():
+def test_shipped_recipe_can_be_given_by_name():
     mine = pellucid.train(recipe="variants/dapo")
     assert "dapo-" in mine.folder.name
     assert repr(mine) == repr(pellucid.train(recipe="dapo", run=mine.folder))
@@ -701,7 +701,7 @@ class Outer:
 
 
 @pytest.mark.parametrize("make", ["Odd()", "Outer.Inner()", "Named(name='mine')"])
-def test_a_task_of_unusual_fields_or_places(small, tmp_path, monkeypatch, make):
+def test_tasks_with_unusual_fields_or_locations_train(small, tmp_path, monkeypatch, make):
     (tmp_path / "nested_tasks.py").write_text(NESTED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nested_tasks", raising=False)
@@ -717,7 +717,7 @@ def test_a_task_of_unusual_fields_or_places(small, tmp_path, monkeypatch, make):
 
 @pytest.mark.slow
 def test_an_objective_may_be_a_function(small):
-    """Of the same name as another before it."""
+    """The second function has the same name as the first."""
     mine = []
     for sign in (1.0, -1.0):
 
@@ -762,8 +762,8 @@ def written(path, sign):
     return path
 
 
-def test_an_edited_file_is_another_objective_in_the_same_session(small, tmp_path):
-    """Of the same size, in the same second."""
+def test_edited_objective_file_is_reloaded_in_the_same_session(small, tmp_path):
+    """The edited file has the same size and was written in the same second."""
     mine = []
     for sign in "+-":
         file = written(tmp_path / "edited_objective.py", sign)
@@ -773,7 +773,7 @@ def test_an_edited_file_is_another_objective_in_the_same_session(small, tmp_path
 
 
 @pytest.mark.slow
-def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(small, tmp_path):
+def test_edited_task_and_reward_files_are_reloaded_in_the_same_session(small, tmp_path):
     seen = []
     for sign in "+-":
         file = written(tmp_path / "edited_task.py", sign)
@@ -798,7 +798,7 @@ def test_edited_prefixes_are_read_again_in_the_same_session(small, tmp_path):
     assert given == ["+", "-"]
 
 
-def test_a_run_does_not_go_on_with_other_code_than_it_was_asked_for(small, tmp_path):
+def test_run_refuses_code_edited_after_the_call(small, tmp_path):
     file = written(tmp_path / "edited_between.py", "+")
     mine = pellucid.train(data=ROWS, reward=digits, objective=f"{file}:objective", **small)
     for _ in mine:
@@ -821,7 +821,7 @@ rows = [{{"question": f"{{a}}+1=", "answer": str(a + 1)}} for a in range(9)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
-def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, tmp_path, monkeypatch):
+def test_script_with_rewards_in_processes_needs_a_main_guard(guard, model_dir, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT.format(model=str(model_dir), guard=guard))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     monkeypatch.chdir(tmp_path)
@@ -854,7 +854,7 @@ assert run.finish().finished
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_rows_and_leave_together(model_dir, tmp_path):
+def test_two_processes_share_the_rows_and_leave_the_loop_together(model_dir, tmp_path):
     (tmp_path / "two.py").write_text(TWO.format(tests=str(Path(__file__).parents[1])))
     for processes in (1, 2):
         in_processes(processes, tmp_path / "two.py", model_dir, tmp_path / str(processes))
@@ -922,7 +922,7 @@ def mistakes():
 
 
 @pytest.mark.parametrize("told", mistakes())
-def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
+def test_mistake_raises_user_error_at_the_call(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as error:
@@ -942,20 +942,20 @@ def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
         ("algorithm = 3", "algorithm: must be a table"),
     ],
 )
-def test_what_is_no_table_in_a_recipe_is_told_at_the_call(text, told, arguments, tmp_path):
+def test_non_table_in_a_recipe_raises_user_error_at_the_call(text, told, arguments, tmp_path):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(UserError, match=told):
         pellucid.train(recipe=tmp_path / "recipe.toml", run=tmp_path / "run", **arguments)
 
 
-def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(small, monkeypatch):
+def test_wrong_reward_signature_raises_before_the_model_is_loaded(small, monkeypatch):
     monkeypatch.setattr(policy, "load_policy", None)
     mine = pellucid.train(data=ROWS, reward=lambda completions, answers: [0.0 for _ in completions], **small)
     with pytest.raises(UserError, match=r"reward lambda .*accept \*\*kwargs as well; it is called with question, ans"):
         mine.finish()
 
 
-def test_a_finished_run_says_so_at_once_and_goes_on_with_more_steps(small, capsys, monkeypatch):
+def test_finished_run_says_so_and_continues_with_more_steps(small, capsys, monkeypatch):
     folder = pellucid.train(data=ROWS, reward="numeric", **small).finish().folder
     capsys.readouterr()
     again = pellucid.train(resume=folder)
@@ -971,13 +971,13 @@ def test_a_finished_run_says_so_at_once_and_goes_on_with_more_steps(small, capsy
     assert len(again.metrics) == 4
 
 
-def test_a_task_without_questions_to_hold_out_is_told(small):
+def test_evaluating_a_task_without_held_out_questions_raises(small):
     with pytest.raises(UserError, match="task Plain has no held-out questions: give it with_split"):
         pellucid.train(task=Plain(), **{**small, "evaluate_every": 2}).finish()
     assert pellucid.train(task=Plain(), **small).finish().finished
 
 
-def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
+def test_folder_with_a_run_or_data_is_refused(small, tmp_path):
     mine = pellucid.train(data=ROWS, reward=digits, **small)
     for _ in mine:
         break
@@ -990,7 +990,7 @@ def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_around_another_run_that_its_folder_refuses(recipe, tmp_path, undisturbed):
+def test_loop_continues_after_its_folder_refuses_another_run(recipe, tmp_path, undisturbed):
     for _ in (mine := pellucid.train(recipe=recipe, run=tmp_path / "run")):
         break
     other = pellucid.train(resume=mine.folder)
@@ -1011,7 +1011,7 @@ def test_runs_have_folders_of_their_own(tmp_path, monkeypatch, small):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_whose_rewards_are_not_here_is_served_without_them(small, capsys):
+def test_run_with_function_rewards_is_served_without_a_task(small, capsys):
     from pellucid.serve import api, command  # noqa: PLC0415 - the library is tried without it
 
     mine = pellucid.train(data=ROWS, reward=digits, **small).finish()

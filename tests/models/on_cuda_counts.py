@@ -1,6 +1,6 @@
-"""Kernels, waits, kept bytes and graphs, counted on a device that says it is CUDA. test_pretended_cuda.py runs it.
+"""Counts of kernels, waits, kept bytes and graphs on a simulated CUDA device. test_pretended_cuda.py runs this file.
 
-With Triton its interpreter computes the kernels; TRITON_INTERPRET=0 shows what PyTorch's operators cost.
+Triton's kernels run in its interpreter. TRITON_INTERPRET=0 shows what PyTorch's operators cost.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pretended_cuda import interprets_triton
 
 CASE = "Triton" if interprets_triton() else "operators"
 ROLLOUTS = {"Triton": (2, 2), "operators": (24, 4)}[CASE]
-"""Tokens of a response in an update, and responses of a prompt: Triton's interpreter is slow."""
+"""Tokens of a response in an update, and responses per prompt. Both are small since Triton's interpreter is slow."""
 DECODE_KERNELS = {"Triton": (8, 8), "operators": (30, 57)}[CASE]
-"""Of a step with sampling: in a layer, and besides."""
+"""Kernels of a decode step with sampling: per layer, and outside the layers."""
 UPDATE_KERNELS = {"Triton": (44, 69), "operators": (89, 98)}[CASE]
-"""Of the forward and backward pass of a micro-batch: in a layer, and besides."""
+"""Kernels of the forward and backward pass of a micro-batch: per layer, and outside the layers."""
 KEPT_BYTES = {"Triton": 31_918, "operators": 31_244}[CASE]
-"""For the backward pass, of a token in a layer: of short responses, keys of the prompts are a larger share."""
+"""Bytes kept for the backward pass, per token and layer. Short responses have a larger share of prompt keys."""
 SAMPLED, GRAPHS = {"Triton": (40, 1), "operators": (512, 14)}[CASE]
-"""Tokens of a call in which no row ends, and graphs of two such calls: with Triton one graph serves all lengths."""
+"""Tokens of a call in which no row ends, and graphs of two such calls. With Triton one graph serves all lengths."""
 
 
 def test_kernels_of_a_decode_step(gpu):
@@ -43,7 +43,7 @@ def test_kernels_waits_and_kept_bytes_of_a_micro_batch(gpu):
     assert (per_layer, kernels[0] - per_layer) == UPDATE_KERNELS, [
         getattr(two, name).kernels - getattr(one, name).kernels for name in ("forward", "backward")
     ]
-    # Allocations are rounded up to 512 bytes, and each row keeps the keys of its prompt once more.
+    # Allocations are rounded up to 512 bytes, and each row keeps another copy of its prompt's keys.
     assert (two.kept_bytes - one.kept_bytes) / one.tokens == pytest.approx(KEPT_BYTES, rel=0.03)
     assert not one.forward.waits + one.backward.waits
 

@@ -1,5 +1,6 @@
-"""Decode steps by Triton's kernels on a device that says it is CUDA, in Triton's interpreter. test_pretended_cuda.py
-runs this file.
+"""Tests of decode steps by Triton's kernels on a simulated CUDA device.
+
+test_pretended_cuda.py runs this file in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def create_policy(device, dtype=torch.float32):
 
 def train(policy):
     """Train for some steps; return the tokens and log-probs of each."""
-    AcceleratorState._reset_state(True)  # else it stays on the device of the first training
+    AcceleratorState._reset_state(True)  # otherwise it keeps the device of the first training
     cfg = GRPOConfig(steps=STEPS, prompts_per_step=2, group_size=3, micro_batch=6)
     runtime = Runtime(policy, AdamWConfig(lr=1e-2), total_updates=STEPS)
     steps = grpo.train(CountDigits(), NativeSampler(rows=3), policy, runtime, cfg, sampling=Sampling(max_tokens=LENGTH))
@@ -39,8 +40,8 @@ def train(policy):
     return [([c.token_ids for c in each], [c.logprobs for c in each]) for each in completions]
 
 
-def test_a_training_has_the_tokens_of_the_cpu_and_one_graph(gpu, pretended):
-    """Over two training steps, in each of which a group takes the slots of another, and rows end at different times."""
+def test_training_samples_the_tokens_of_the_cpu_with_at_most_two_graphs(gpu, pretended):
+    """In both training steps a group takes the slots of another, and rows end at different times."""
     policy = create_policy(DEVICE)
     result, expected = train(policy), train(create_policy("cpu"))
     assert [tokens for tokens, _ in result] == [tokens for tokens, _ in expected]
@@ -55,7 +56,7 @@ def test_a_training_has_the_tokens_of_the_cpu_and_one_graph(gpu, pretended):
     assert pretended.replayed > LENGTH
 
 
-def test_weights_that_lie_elsewhere_have_graphs_of_their_own(gpu, pretended):
+def test_weights_at_new_addresses_get_a_new_graph(gpu, pretended):
     policy = create_policy(DEVICE, torch.bfloat16)
 
     def decode():
@@ -76,8 +77,8 @@ def test_weights_that_lie_elsewhere_have_graphs_of_their_own(gpu, pretended):
     assert pretended.captured == 2
 
 
-def test_weights_that_are_gathered_for_a_batch_are_freed_with_it(gpu):
-    """Their graphs would keep them."""
+def test_gathered_weights_are_freed_with_their_batch(gpu):
+    """A graph would keep them in memory."""
     policy = create_policy(DEVICE, torch.bfloat16)
     assert policy.decoder
     policy.decoder.disable_cast_copies()
@@ -92,7 +93,7 @@ def test_weights_that_are_gathered_for_a_batch_are_freed_with_it(gpu):
         assert gpu.memory.allocated == before
 
 
-def test_a_capture_that_fails_leaves_the_kernels_and_then_the_operators(gpu, pretended):
+def test_failed_capture_falls_back_to_kernels_then_to_operators(gpu, pretended):
     policy, pretended.refuse_from = create_policy(DEVICE), 1
     batch = policy.create_decode_batch(2)
     logits = [batch.admit([[1, 2, 3]], 2)]
@@ -106,6 +107,6 @@ def test_a_capture_that_fails_leaves_the_kernels_and_then_the_operators(gpu, pre
         torch.testing.assert_close(x.cpu(), logits.pop(0).cpu(), rtol=0, atol=1e-5)
 
 
-def test_doctor_says_that_triton_decodes(gpu):
+def test_doctor_reports_decoding_by_triton(gpu):
     assert dict(doctor._describe_gpu(torch.device(DEVICE)))["decoding"] == "by Triton and CUDA graphs"
     assert not triton_check.find_decoder_fault(fused_check.build_self_check_decoder(DEVICE))

@@ -1,4 +1,4 @@
-"""LoRA on a device that says it is CUDA, with Triton's interpreter. test_pretended_cuda.py runs this file."""
+"""Tests of LoRA on a simulated CUDA device, with Triton's interpreter. test_pretended_cuda.py runs this file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradients_of(policy):
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["", "with layers recomputed"])
-def test_gradients_are_those_of_the_cpu(settings, gpu):
+def test_gradients_match_the_cpu(settings, gpu):
     found, expected = (gradients_of(create_policy(device, **settings)) for device in (DEVICE, "cpu"))
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_the_cpu(settings, gpu):
     assert gpu.kernels["swiglu_kernel"] > 0
 
 
-def test_what_is_sampled_is_that_of_the_cpu_and_follows_the_adapter_without_another_graph(gpu, pretended):
+def test_samples_match_the_cpu_and_follow_the_adapter_in_the_same_graph(gpu, pretended):
     there, here = create_policy(DEVICE), create_policy("cpu")
     asked = CountDigits().sample(0, 1)
 

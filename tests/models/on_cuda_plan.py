@@ -1,6 +1,6 @@
-"""The memory plan of an update on a GPU against the bytes that a device that says it is CUDA keeps and takes.
+"""Tests of the memory plan of an update on a GPU against the bytes that a simulated CUDA device allocates.
 
-test_pretended_cuda.py runs this file without Triton, which keeps as much and takes less.
+test_pretended_cuda.py runs this file without Triton. Triton's kernels keep as many bytes and have a lower peak.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def create_model(layers, architecture, **shape):
 
 
 def make_batch(prompt_tokens, response_tokens):
-    """Two groups. The last token of a response is no input."""
+    """Return a batch of two groups. The last token of a response is not an input, so responses have one token more."""
     prompt = tuple(i % 50 for i in range(prompt_tokens))
     ids = tuple(i % 50 for i in range(response_tokens + 1))
     completions = tuple(Completion(ids[g:] + ids[:g], (-1.0,) * len(ids), "", False) for g in range(GROUP_SIZE))
@@ -65,7 +65,7 @@ def measure(gpu, layers, tokens, architecture, head_size, inner, engine, **setti
     dtype, rank, targets = (settings.get(name) for name in ("dtype", "lora", "lora_targets"))
     model = create_model(layers, architecture, head_dim=head_size, intermediate_size=inner)
     config, adapter = model.config, add_adapter(model, rank, targets=targets or ()) if rank else None
-    if engine == "fsdp2":  # which gathers weights in the compute dtype
+    if engine == "fsdp2":  # FSDP2 gathers weights in the compute dtype
         model = model.to(getattr(torch, dtype))
     policy = Policy(
         model.to(DEVICE),
@@ -88,13 +88,13 @@ def measure(gpu, layers, tokens, architecture, head_size, inner, engine, **setti
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_is_what_layers_keep_and_no_less_than_the_peak(case, gpu):
+def test_plan_matches_kept_bytes_and_covers_the_peak(case, gpu):
     defaults = {"architecture": "qwen2", "head_size": 64, "inner": 704, "engine": "auto", "dtype": "bfloat16"}
     settings = defaults | CASES[case]
     runs = {(layers, tokens): measure(gpu, layers, tokens, **settings) for layers in (1, 3) for tokens in (SHORT, LONG)}
 
     def subtract(i):
-        """Compare by layers and tokens, which leaves out what depends on one of them alone, such as weights."""
+        """Return the part that depends on both layers and tokens. The rest, such as weights, cancels out."""
         (few, many), (deep_few, deep_many) = ([runs[layers, n][i] for n in (SHORT, LONG)] for layers in (1, 3))
         return deep_many - deep_few - (many - few)
 

@@ -1,4 +1,4 @@
-"""An update on a device that says it is CUDA, with Triton's interpreter. test_pretended_cuda.py runs this file."""
+"""Tests of an update on a simulated CUDA device, with Triton's interpreter. test_pretended_cuda.py runs this file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def policy_of(name, device, dtype=F32, **settings):
 
 
 def loss_of(policy, weight):
-    """Of a few tokens, for Triton's interpreter is slow."""
+    """Return a loss over a few tokens, since Triton's interpreter is slow."""
     torch.manual_seed(2)
     weights = weight * torch.randn(BATCH.response_mask.shape) * BATCH.response_mask
     logprobs = policy.score(BATCH).logprobs
@@ -58,7 +58,7 @@ def accumulate(policy, times=2):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_micro_batches_have_the_gradient_of_the_cpu(name, gpu):
+def test_gradient_of_two_micro_batches_matches_the_cpu(name, gpu):
     there, here = policy_of(name, DEVICE), policy_of(name, "cpu")
     accumulate(there)
     (2 * loss_of(here, 1.0)).backward()
@@ -67,8 +67,8 @@ def test_two_micro_batches_have_the_gradient_of_the_cpu(name, gpu):
     compare(gradients_of(there), gradients_of(here), 1e-5)
 
 
-def test_in_bf16_gradients_are_as_near_to_those_of_fp32_as_the_cpus(gpu):
-    """By flash attention, and with weights' gradients that are added up without rounding."""
+def test_bf16_gradients_are_as_close_to_fp32_as_those_of_the_cpu(gpu):
+    """Attention is flash attention, and gradients of weights are accumulated without rounding."""
     places = (DEVICE, BF16), ("cpu", BF16), ("cpu", F32)
     there, here, exact = (policy_of("qwen2", *place) for place in places)
     accumulate(there, 1)
@@ -83,8 +83,8 @@ def test_in_bf16_gradients_are_as_near_to_those_of_fp32_as_the_cpus(gpu):
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["", "with layers recomputed"])
-def test_gradients_are_added_up_in_place_where_a_runtime_is_alone(settings, gpu):
-    """The same numbers as those that autograd adds up, and no kernel that adds a matrix."""
+def test_gradients_are_accumulated_in_place_in_a_single_process(settings, gpu):
+    """They equal the gradients that autograd accumulates, and no kernel adds a matrix."""
     policies = [policy_of("qwen2", DEVICE, BF16, **settings) for _ in range(2)]
     accumulate(policies[0])
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_frozen_matrix_gets_no_gradient(gpu):
     assert not linear.has_gradient_in_place(policy.model.model.norm.weight), "only in that context"
 
 
-def test_without_an_operator_that_adds_products_these_are_added_afterwards(gpu, monkeypatch):
+def test_products_are_added_afterwards_if_addmm_cannot_add_them(gpu, monkeypatch):
     x, y = torch.randn(9, 32).bfloat16(), torch.randn(9, 16).bfloat16()
     for can_add in (True, False):
         monkeypatch.setattr(ops, "_can_add_fp32_product", lambda *_, can=can_add: can)
@@ -129,8 +129,8 @@ def test_without_an_operator_that_adds_products_these_are_added_afterwards(gpu, 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunk", [3, 100])
 @pytest.mark.parametrize("has_reference", [False, True])
-def test_log_probs_of_the_head_are_those_of_float64(has_reference, chunk, dtype, gpu, monkeypatch):
-    """With a KL and without, in chunks and at once; the gradient of the product is rounded, and nothing else."""
+def test_log_probs_and_gradients_of_the_head_match_float64(has_reference, chunk, dtype, gpu, monkeypatch):
+    """With and without a KL, in chunks and at once. Only the gradient of the product is rounded."""
     monkeypatch.setattr(logprobs, "MAX_GPU_LOGITS", 64 * chunk)
     monkeypatch.setattr(logprobs, "MAX_GPU_ELEMENTWISE_LOGITS", 64 * max(1, chunk // 2))
     hidden, weight, tokens, upstream = torch.randn(13, 32), torch.randn(64, 32), torch.arange(13), torch.randn(3, 13)
@@ -161,7 +161,7 @@ def test_log_probs_of_the_head_are_those_of_float64(has_reference, chunk, dtype,
         assert (ours.cpu() - theirs).norm() < (4e-3 if dtype == BF16 else 1e-5) * theirs.norm()
 
 
-def test_a_head_with_a_softcap_goes_by_operators(gpu):
+def test_head_with_a_softcap_uses_operators(gpu):
     hidden, weight, found = torch.randn(5, 32), torch.randn(64, 32), []
     for device in (DEVICE, "cpu"):
         head = LMHead(weight.to(device), weight.to(device), softcap=2.0)
@@ -170,8 +170,8 @@ def test_a_head_with_a_softcap_goes_by_operators(gpu):
     assert "statistics_kernel" not in gpu.kernels
 
 
-def test_only_tokens_that_may_have_a_gradient_are_in_the_backward_pass_of_the_head(gpu, monkeypatch):
-    """As the weights say: the gradients are not asked for, which would make the host wait."""
+def test_backward_pass_of_the_head_skips_tokens_without_weight(gpu, monkeypatch):
+    """The weights decide: reading the gradients would make the host wait."""
     policy, batch = policy_of("llama", DEVICE), BATCH
     weights = torch.ones(batch.response_mask.shape) * batch.response_mask
     weights[::2] = 0.0
@@ -187,7 +187,7 @@ def test_only_tokens_that_may_have_a_gradient_are_in_the_backward_pass_of_the_he
     compare(gradients_of(policy), gradients_of(here), 1e-5)
 
 
-def test_a_device_without_triton_goes_by_operators(gpu, monkeypatch):
+def test_device_without_triton_uses_operators(gpu, monkeypatch):
     policies = [policy_of("llama", DEVICE), policy_of("llama", "cpu")]
     monkeypatch.setattr(native, "load_triton_kernels", lambda *_: None)
     for policy in policies:
@@ -197,13 +197,14 @@ def test_a_device_without_triton_goes_by_operators(gpu, monkeypatch):
 
 
 def test_kernels_of_the_head(gpu, monkeypatch):
-    """Of 32 and of 40 tokens: the forward pass takes 4 at once, since it saves as many, the backward pass 8."""
+    """Count 40 tokens minus 32: the forward pass takes 4 at once, as it saves as many logits; the backward pass takes
+    8."""
     monkeypatch.setattr(logprobs, "MAX_GPU_LOGITS", 64 * 8)
     weight = torch.randn(64, 32).bfloat16().to(DEVICE)
     ones = torch.ones(16, 16, dtype=BF16).to(DEVICE)
-    linear.compute_weight_gradient(ones, ones, F32, ones.float())  # checks the operator, once
+    linear.compute_weight_gradient(ones, ones, F32, ones.float())  # the first call checks the operator
     counts = []
-    for tokens in (8, 32, 40):  # in the first, kernels are checked
+    for tokens in (8, 32, 40):  # the first also checks the kernels
         x, master = torch.randn(tokens, 32).bfloat16().to(DEVICE).requires_grad_(), weight.float().requires_grad_()
         ids, is_trained = torch.arange(tokens).to(DEVICE), torch.ones(tokens, dtype=torch.bool)
         before = gpu.kernels.total()
@@ -227,7 +228,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES)
-def test_the_loss_has_the_bits_of_the_cpu_and_nothing_waits_for_it(settings, gpu):
+def test_loss_equals_the_cpu_bit_for_bit_and_does_not_wait(settings, gpu):
     batch, cfg = batch_of(), GRPOConfig(**settings)
     shape, mask = batch.response_mask.shape, batch.action_mask
     batch = replace(

@@ -1,5 +1,6 @@
-"""Triton's kernels in its interpreter, against PyTorch's operators. test_triton_decode.py runs this file in a process
-of its own.
+"""Tests of Triton's decoding kernels in its interpreter against PyTorch's operators.
+
+test_triton_decode.py runs this file in its own process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def same(result, expected, dtype):
-    """To the bit in half precision, where sums in another order are rounded away, and else close."""
+    """Assert that results are equal in half precision, which rounds the order of sums away, and close in fp32."""
     for x, y in zip(result, expected, strict=True):
         assert x.dtype == y.dtype
         torch.testing.assert_close(x, y, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
@@ -37,7 +38,7 @@ def test_norms_and_gates_round_as_operators_do(dtype):
     x, more, weight = torch.randn(5, 96), torch.randn(5, 96).to(dtype), torch.rand(96) + 0.5
     same(triton_ops.add_norm_forward(x, more, weight, 1e-6), ops.add_norm_forward(x, more, weight, 1e-6), dtype)
     same([triton_ops.norm_forward(x, weight, 1e-6, dtype)], [ops.norm_forward(x, weight, 1e-6, dtype)], dtype)
-    gate_up = torch.randn(3, 2 * 1100).to(dtype)  # more than a block
+    gate_up = torch.randn(3, 2 * 1100).to(dtype)  # more than one block
     same([triton_ops.swiglu_forward(gate_up)], [ops.swiglu_forward(gate_up)], dtype)
 
 
@@ -45,7 +46,7 @@ def test_norms_and_gates_round_as_operators_do(dtype):
 
 
 def batches(model, dtype, rows=8):
-    """By kernels, and by operators."""
+    """Return two batches of one decoder: the first decodes by kernels, the second by operators."""
     decoder = Decoder(model.config, model, dtype)
     decoder.can_prepack = False
     return DecodeBatch(decoder, rows, triton_decoder=TritonDecoder(decoder)), DecodeBatch(decoder, rows)
@@ -68,10 +69,9 @@ MODELS += ["qwen3, biases, a window above"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_is_that_of_the_operators(name, monkeypatch):
-    """Through rows that come, leave gaps, stand still, are told something, are evicted and come back; in small blocks
-    of keys, of which the longest prompt has two.
-    """
+def test_decode_step_matches_operators(name, monkeypatch):
+    """Rows join, leave gaps, pause, get tokens appended, and are evicted and restored. One prompt has two blocks of
+    keys."""
     monkeypatch.setattr(triton_decode, "_KEY_BLOCK_BYTES", 0)
     pair = batches(model_of(name), torch.float32)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_a_step_is_that_of_the_operators(name, monkeypatch):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
 
 
-def test_projections_with_an_adapter_are_multiplied_as_by_operators():
+def test_decode_step_with_an_adapter_matches_operators():
     decoder = adapted("llama, heads of 64", torch.float32).decoder
     pair = DecodeBatch(decoder, 4, triton_decoder=TritonDecoder(decoder)), DecodeBatch(decoder, 4)
     assert any(isinstance(weight, AdaptedMatrix) for weight in pair[0].unpacked_weights.layers[0])
@@ -126,7 +126,7 @@ def test_the_cache_grows_while_rows_decode():
     assert capacities == {CACHE_GROWTH_TOKENS, 2 * CACHE_GROWTH_TOKENS}
 
 
-def test_numbers_of_rows_share_graphs(monkeypatch):
+def test_similar_numbers_of_rows_share_a_graph(monkeypatch):
     monkeypatch.setattr(TritonDecoder, "_compute", lambda decoder, tokens: torch.zeros(len(tokens), 1))
     [batch, _] = batches(model_of("llama"), torch.float32, rows=40)
     batch.admit([[6, 5, 3]], 40)
@@ -136,8 +136,8 @@ def test_numbers_of_rows_share_graphs(monkeypatch):
     assert sorted(batch.triton_decoder.graphs) == [2, 4, 8, ROWS_STEP, 2 * ROWS_STEP, 3 * ROWS_STEP]
 
 
-def test_in_bfloat16_the_first_layer_writes_the_bits_of_the_operators():
-    """Keys are rotated with the same roundings; with norms of heads too."""
+def test_bfloat16_cache_of_the_first_layer_equals_operators():
+    """Rotated keys are rounded at the same places, also with norms of heads."""
     for name in ("qwen2.5, heads of 64", "qwen3 0.6b"):
         pair = batches(model_of(name), torch.bfloat16)
         with torch.no_grad():
@@ -148,8 +148,8 @@ def test_in_bfloat16_the_first_layer_writes_the_bits_of_the_operators():
             assert torch.equal(*(getattr(batch.caches[0], part) for batch in pair))
 
 
-def test_in_bfloat16_kernels_are_no_further_from_fp32_than_operators():
-    """They round fewer numbers: scores stay in fp32."""
+def test_bfloat16_kernels_are_closer_to_fp32_than_operators():
+    """Kernels round fewer numbers: scores stay in fp32."""
     model = model_of("qwen2.5, heads of 64")
     pair = batches(model, torch.bfloat16)
     [_, exact] = batches(model, torch.float32)
@@ -167,8 +167,8 @@ def test_in_bfloat16_kernels_are_no_further_from_fp32_than_operators():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_tokens_are_those_of_the_inverted_cdf(temperature):
-    """With tokens that cannot be, and of more blocks than one."""
+def test_sampled_tokens_match_the_inverse_cdf(temperature):
+    """Some tokens are impossible, and the vocabulary has more than one block."""
     logits, uniforms = 4 * torch.randn(24, 9000), torch.rand(24, dtype=torch.float64)
     logits[3, 100:] = logits[4, :8990] = -torch.inf
     logits[5] = -torch.inf
@@ -180,8 +180,8 @@ def test_tokens_are_those_of_the_inverted_cdf(temperature):
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_large_vocabulary_is_sampled_to_the_last_bits_of_its_cdf():
-    """A hundredth of a token's probability before its end: a CDF in fp32 would give some to a neighbor."""
+def test_samples_of_a_large_vocabulary_follow_its_fp64_cdf():
+    """Numbers are 1e-7 before a token's end, 1% of its probability: a CDF in fp32 would give some to a neighbor."""
     logits, tokens = torch.randn(1, 100_000), torch.arange(2999, 100_000, 3000)
     cdf = logits[0].double().softmax(-1).cumsum(-1)
     sampled, _ = triton_decode.sample_tokens(logits.expand(len(tokens), -1), cdf[tokens] - 1e-7, 1.0)
@@ -189,15 +189,15 @@ def test_a_large_vocabulary_is_sampled_to_the_last_bits_of_its_cdf():
 
 
 def test_an_impossible_token_is_never_sampled():
-    """Not at the ends of the distribution either."""
+    """This includes the two ends of the distribution."""
     logits, ends = torch.full((2, 5000), -torch.inf), torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
     logits[:, [4100, 4200]] = torch.tensor([1.0, 2.0])
     assert triton_decode.sample_tokens(logits, ends, 1.0)[0].tolist() == [4100, 4200]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-def test_of_logits_that_are_no_numbers_a_token_of_the_vocabulary_is_sampled():
-    """As by operators; what follows looks it up in the embedding."""
+def test_nan_logits_sample_a_token_of_the_vocabulary():
+    """Operators do the same. The next step looks the token up in the embedding."""
     logits = torch.full((2, 5000), torch.nan)
     for temperature in (1.0, 0.0):
         tokens, _ = triton_decode.sample_tokens(logits, torch.rand(2, dtype=torch.float64), temperature)
@@ -255,7 +255,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("model", "name", "instead"), FAULTS.values(), ids=FAULTS)
-def test_a_kernel_that_computes_something_else_is_not_used(model, name, instead, monkeypatch):
+def test_kernel_with_wrong_results_is_not_used(model, name, instead, monkeypatch):
     monkeypatch.setattr(triton_decode, name, instead)
     with pytest.warns(UserWarning, match="decoded without Triton's kernels: logits are off by"):
         assert find_fault(model, torch.bfloat16)

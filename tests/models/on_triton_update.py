@@ -1,4 +1,4 @@
-"""Triton's kernels of an update, in its interpreter. test_triton_update.py runs this file in a process of its own."""
+"""Tests of Triton's update kernels in its interpreter. test_triton_update.py runs this file in its own process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def noise(*shape, dtype=F32, scale=3.0, seed=0):
 
 
 def compare(name, *arguments):
-    """Compare a kernel with the operator: the same bits in half precision, except for a few numbers whose value in fp32
-    is as near to one as to another, and up to the order of sums in fp32.
-    """
+    """Assert that a kernel equals its operator, up to the order of sums in fp32. In half precision a few numbers may
+    differ: those whose fp32 value is about as close to one neighbor as to the other."""
     results = getattr(triton_update, name)(*arguments), getattr(ops, name)(*arguments)
     for found, expected in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):
         assert found.dtype == expected.dtype
@@ -41,7 +40,7 @@ def compare(name, *arguments):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("programs", [3, 512])
-def test_norms_and_their_gradients_are_those_of_the_operators(programs, width, dtype, monkeypatch):
+def test_norms_and_their_gradients_match_operators(programs, width, dtype, monkeypatch):
     monkeypatch.setattr(triton_update, "_MAX_NORM_PROGRAMS", programs)  # with 3, each computes several tiles
     x, weight, grad = noise(37, width), noise(width, seed=1), noise(37, width, dtype=dtype, seed=2)
     more, sum_grad = noise(37, width, dtype=dtype, seed=3), noise(37, width, seed=4)
@@ -52,8 +51,8 @@ def test_norms_and_their_gradients_are_those_of_the_operators(programs, width, d
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_norms_of_heads_are_those_of_the_operators(dtype):
-    """As Qwen3 has them: of heads in the compute dtype, which are a slice of more heads."""
+def test_norms_of_heads_match_operators(dtype):
+    """Qwen3 has these norms: heads are in the compute dtype, and a slice of more heads."""
     x, weight, grad = noise(5, 9, 32, dtype=dtype)[:, 2:6], noise(32, seed=1), noise(5, 4, 32, dtype=dtype, seed=2)
     compare("norm_forward", x, weight, EPS, dtype)
     compare("norm_backward", x, weight, EPS, grad)
@@ -61,7 +60,7 @@ def test_norms_of_heads_are_those_of_the_operators(dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(("heads", "size"), [(6, 64), (1, 80), (33, 16)])
-def test_rotations_are_those_of_the_operators(heads, size, dtype):
+def test_rotations_match_operators(heads, size, dtype):
     x, cos, sin = noise(5, heads + 3, size, dtype=dtype)[:, 1:-2], *noise(2, 5, 1, size, dtype=dtype)
     compare("rotate_forward", x, cos, sin)
     compare("rotate_backward", x, cos, sin)
@@ -69,13 +68,13 @@ def test_rotations_are_those_of_the_operators(heads, size, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_gates_and_their_gradients_are_those_of_the_operators(width, dtype):
+def test_gates_and_their_gradients_match_operators(width, dtype):
     gate_up, grad = noise(7, 2 * width, dtype=dtype), noise(7, width, dtype=dtype, seed=1)
     compare("swiglu_forward", gate_up)
     compare("swiglu_backward", gate_up, grad)
 
 
-def test_gradients_are_autograds_in_float64():
+def test_gradients_match_autograd_in_float64():
     shapes = (9, 48), (9, 48), (48,), (9, 96)
     x, more, weight, gate_up = (
         noise(*shape, scale=1.0, dtype=F64, seed=i).requires_grad_() for i, shape in enumerate(shapes)
@@ -95,7 +94,7 @@ def test_gradients_are_autograds_in_float64():
 
 
 def compute_exactly(logits, other, tokens, upstream):
-    """Statistics of logits in float64, and the gradient of their sum with these weights [3, n]."""
+    """Return statistics of logits in float64, and the gradient of their sum with the weights `upstream` [3, n]."""
     z = logits.double().requires_grad_()
     log_probs, other_log_probs = (z * FACTOR).log_softmax(-1), (other.double() * OTHER_FACTOR).log_softmax(-1)
     statistics = LogitStatistics(
@@ -120,7 +119,7 @@ LOGITS = {
 
 @pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
 @pytest.mark.parametrize("has_other", [False, True])
-def test_statistics_of_logits_are_exact(logits, has_other):
+def test_statistics_of_logits_match_float64(logits, has_other):
     logits = logits()
     other, tokens = noise(*logits.shape, seed=1), torch.tensor([0, 7, 28, logits.shape[1] - 1])
     exact, _ = compute_exactly(logits, other, tokens, torch.zeros(3, 4))
@@ -134,7 +133,7 @@ def test_statistics_of_logits_are_exact(logits, has_other):
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
 @pytest.mark.parametrize("parts", ["log-probs", "entropy", "entropy and KL"])
-def test_the_gradient_of_logits_is_autograds_and_is_written_in_their_rows(parts, logits, dtype):
+def test_gradient_of_logits_matches_autograd_and_stays_in_its_rows(parts, logits, dtype):
     logits = logits()
     other, tokens = noise(*logits.shape, seed=1), torch.tensor([0, 7, 28, logits.shape[1] - 1])
     weights = noise(3, 4, scale=1.0) * torch.tensor([1.0, "entropy" in parts, "KL" in parts])[:, None]
@@ -157,7 +156,7 @@ def test_the_gradient_of_logits_is_autograds_and_is_written_in_their_rows(parts,
     assert torch.equal(memory[4], logits[0])
 
 
-# ---------------------------------------------------------------- the check
+# ---------------------------------------------------------------- self-check
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
@@ -167,7 +166,7 @@ def test_the_check_finds_no_fault(dtype):
 
 @pytest.mark.parametrize("name", triton_update.__all__)
 def test_the_check_finds_a_kernel_that_differs(name, monkeypatch):
-    """By a fiftieth of the largest number, in this number alone."""
+    """Only the largest number differs, by 2%."""
     compute = getattr(triton_update, name)
 
     def differ(*arguments):
@@ -180,7 +179,7 @@ def test_the_check_finds_a_kernel_that_differs(name, monkeypatch):
     assert triton_update.find_fault(CPU, BF16).startswith(f"{name} is off by")
 
 
-def test_kernels_that_cannot_be_launched_are_not_used_and_the_reason_is_shown(monkeypatch):
+def test_kernels_that_fail_to_launch_are_not_used_and_warn(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("Failed to find C compiler.\nPlease specify it.")
 

@@ -1,4 +1,4 @@
-"""The written-out decoder against transformers: logits, gradients, rows that come and go."""
+"""Tests of the decoder against transformers: logits, gradients, rows that join and leave, and supported configs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from conftest import (
     CountDigits,
     character_tokenizer,
     mostly_slow,
-    products_know_no_neighbours,
+    products_know_no_neighbors,
     tiny_gemma,
     tiny_gpt2,
 )
@@ -58,12 +58,12 @@ def decoder_of(model, dtype=torch.float32):
 
 @torch.no_grad()
 def plain_logits(model, batch) -> Tensor:
-    """[N, V], a row at a time."""
+    """Return the logits [N, V] of transformers, computed row by row."""
     return torch.cat([model(torch.tensor([ids])).logits[0, start - 1 : -1] for ids, start in sequences(batch)])
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_logits_are_those_of_transformers(name):
+def test_logits_match_transformers(name):
     model, batch = model_of(name), batch_of()
     hidden, head = compute_hidden_states(decoder_of(model), batch)
     expected = plain_logits(model, batch)
@@ -73,8 +73,8 @@ def test_logits_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FAMILY)
-def test_half_precision_is_no_further_off_than_transformers(name, dtype):
-    """From fp32, in the mean: the residual stream here stays in fp32."""
+def test_half_precision_is_as_close_to_fp32_as_transformers(name, dtype):
+    """This compares mean errors. The residual stream of the decoder stays in fp32."""
     batch, model = batch_of(), model_of(name)
     exact = plain_logits(model, batch)
     hidden, head = compute_hidden_states(Decoder(model.config, model, dtype), batch)
@@ -85,8 +85,8 @@ def test_half_precision_is_no_further_off_than_transformers(name, dtype):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", FAMILY)
-def test_gradients_are_those_of_plain_autograd(name, recompute):
-    """fp32, all parameters: < 1e-5 relative in all, < 5e-5 for any one tensor. A third of the tokens weigh nothing."""
+def test_gradients_match_plain_autograd(name, recompute):
+    """All parameters in fp32: relative errors are below 1e-5 overall and 5e-5 per tensor. 30% of the tokens weigh 0."""
     model, batch = model_of(name), batch_of()
     weights = torch.randn(int(batch.response_mask.sum())) * (torch.rand(int(batch.response_mask.sum())) > 0.3)
     (plain_logprobs(model, batch) * weights).sum().backward()
@@ -104,11 +104,11 @@ def test_gradients_are_those_of_plain_autograd(name, recompute):
     assert torch.tensor(errors).norm() < 1e-5 * torch.tensor(sizes).norm()
 
 
-def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
+def test_recomputing_layers_keeps_only_the_residual_stream(monkeypatch):
     calls = []
 
     def before(layer, stream, rotary, shape):
-        assert stream.pending is None  # it would be kept, too
+        assert stream.pending is None  # otherwise it would be kept too
         return compute_qkv(layer, stream, rotary, shape)
 
     monkeypatch.setattr(decoders, "compute_qkv", before)
@@ -118,8 +118,8 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     assert len(calls) == 2 * 2
 
 
-def test_rows_of_any_choice_keep_their_scores():
-    """As the update leaves out dead groups: some prompts unused, prompts with one row and with several."""
+def test_selected_rows_keep_their_scores():
+    """The update selects rows when it leaves out dead groups. Here prompts have no row, one row or several rows."""
     policy, batch = Policy(model_of("qwen2"), character_tokenizer()), batch_of()
     whole = policy.score(batch).logprobs
     for rows in ([0], [1], [4, 8], [2, 3, 6, 7]):
@@ -128,7 +128,7 @@ def test_rows_of_any_choice_keep_their_scores():
         torch.testing.assert_close(policy.score(part).logprobs, whole[rows, :width], rtol=0, atol=1e-5)
 
 
-def test_the_compute_copy_follows_its_masters():
+def test_cast_copy_follows_its_master_weights():
     model = model_of("llama")
     policy, batch = Policy(model, character_tokenizer(), torch.bfloat16), batch_of()
     before = policy.score(batch).logprobs
@@ -146,7 +146,7 @@ def test_the_compute_copy_follows_its_masters():
     assert (after - before).abs().max() > 0.1
 
 
-def test_weights_are_cast_once_an_optimizer_step_however_many_micro_batches_there_are():
+def test_weights_are_cast_once_per_optimizer_step():
     model = model_of("llama")
     model.model.embed_tokens.weight.requires_grad_(False)
     policy = Policy(model, character_tokenizer(), torch.bfloat16)
@@ -163,7 +163,7 @@ def test_weights_are_cast_once_an_optimizer_step_however_many_micro_batches_ther
     assert counts == [(0, 0), (1, 0), (1, 0)]
 
 
-def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
+def test_bf16_log_probs_are_close_to_fp32():
     model, batch = model_of("llama"), batch_of()
     exact, rounded = (
         Policy(model, character_tokenizer(), dtype).score(batch).logprobs[batch.response_mask]
@@ -172,8 +172,8 @@ def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
     assert 0 < (exact - rounded).abs().mean() < 0.05
 
 
-def test_a_token_that_also_pads_is_trained_as_any_other():
-    """Where pad_token_id is the stop, transformers gives its embedding no gradient: no token of ours ever pads."""
+def test_embedding_of_the_padding_token_is_trained():
+    """If pad_token_id is the EOS token, transformers gives its embedding no gradient. The decoder reads no padding."""
     gradients = []
     for ours in (True, False):
         model = model_of("llama, untied")
@@ -190,7 +190,7 @@ def test_a_token_that_also_pads_is_trained_as_any_other():
 # ---------------------------------------------------------------- elementwise
 
 
-def test_elementwise_backward_passes_are_those_of_numerical_differences():
+def test_elementwise_backward_passes_match_numerical_differences():
     torch.manual_seed(0)
     hidden, weight = torch.randn(3, 4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
     cos, sin = torch.randn(2, 3, 1, 6, dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_elementwise_backward_passes_are_those_of_numerical_differences():
     assert torch.autograd.gradcheck(lambda x: apply_swiglu(x.flatten(1)), (x,))
 
 
-def test_elementwise_without_gradient_is_the_same_number():
+def test_elementwise_results_are_the_same_without_gradient():
     x, weight = torch.randn(5, 2, 6).bfloat16(), torch.rand(6)
     cos, sin = torch.randn(2, 5, 1, 6).bfloat16()
     calls = (
@@ -222,7 +222,7 @@ def test_elementwise_without_gradient_is_the_same_number():
 # ---------------------------------------------------------------- attention
 
 
-def test_the_backward_pass_of_attention_is_that_of_autograd(monkeypatch):
+def test_backward_pass_of_attention_matches_autograd(monkeypatch):
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, heads, n, 8, dtype=torch.float64) for heads, n in ((4, 5), (2, 7), (2, 7)))
     seen = torch.rand(3, 1, 5, 7) > 0.4
@@ -247,8 +247,8 @@ def test_the_backward_pass_of_attention_is_that_of_autograd(monkeypatch):
 
 
 @pytest.mark.parametrize("std", [1, 9, 36])
-def test_in_bf16_too_the_gradient_of_attention_is_as_near_as_that_of_torch(std):
-    """Made anew from scores that bf16 has rounded, probabilities would be 2% off at a std of 9, 9% at 36."""
+def test_bf16_attention_gradient_is_closer_to_fp64_than_that_of_torch(std):
+    """Probabilities recomputed from scores rounded to bf16 would be 2% off at a std of 9, and 9% at 36."""
     torch.manual_seed(0)
     query = (std * torch.randn(2, 6, 40, 64)).bfloat16()
     key, value, upstream = (torch.randn(2, heads, 40, 64).bfloat16() for heads in (2, 2, 6))
@@ -276,8 +276,8 @@ def test_in_bf16_too_the_gradient_of_attention_is_as_near_as_that_of_torch(std):
 # ---------------------------------------------------------------- sums over many tokens
 
 
-def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient():
-    """A sum in bf16 stands still where a term is less than 1/256 of it."""
+def test_gradient_of_an_embedding_read_4096_times_is_complete():
+    """A sum in bf16 stops growing when a term is less than 1/256 of it."""
     master = torch.randn(3, 4).requires_grad_()
     ids = torch.cat([torch.ones(4096, dtype=torch.long), torch.tensor([2])])
     upstream = torch.rand(len(ids), 4).bfloat16()
@@ -286,7 +286,7 @@ def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient()
     torch.testing.assert_close(master.grad, expected.float(), rtol=1e-5, atol=0)
 
 
-def test_a_sparse_gradient_of_the_embedding_has_the_rows_that_were_read_and_no_other():
+def test_sparse_embedding_gradient_has_only_the_rows_that_were_read():
     master = torch.randn(50, 4).requires_grad_()
     matrix, ids, upstream = (
         TrainedMatrix(master.detach().bfloat16(), (master,)),
@@ -304,7 +304,8 @@ def test_a_sparse_gradient_of_the_embedding_has_the_rows_that_were_read_and_no_o
 @pytest.mark.parametrize("family", ["llama", "llama, untied", "qwen2"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_gradient_is_dense(family, recompute):
-    """An optimizer takes no others. Where an embedding is no head nothing adds to a sparse one."""
+    """Optimizers need dense gradients. Nothing dense is added to a sparse gradient of an embedding that is not the
+    head."""
     model = model_of(family)
     policy = Policy(model, character_tokenizer(), gradient_checkpointing=recompute)
     for _ in range(2):  # the second is added to the first
@@ -312,8 +313,8 @@ def test_every_gradient_is_dense(family, recompute):
     assert {p.grad.layout for p in model.parameters() if p.grad is not None} == {torch.strided}
 
 
-def test_the_head_hands_its_gradient_on_unrounded(monkeypatch):
-    """Summed in fp32 over chunks, it reaches the master as it is, whatever the model computes in."""
+def test_gradient_of_the_head_is_not_rounded_to_bf16(monkeypatch):
+    """It is summed in fp32 over chunks and reaches the master weights unrounded, in every compute dtype."""
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 5 * VOCAB)
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 2 * VOCAB)
     policy, batch = Policy(model_of("llama, untied"), character_tokenizer(), torch.bfloat16), batch_of()
@@ -323,10 +324,9 @@ def test_the_head_hands_its_gradient_on_unrounded(monkeypatch):
         assert (gradient.bfloat16() != gradient)[gradient.any(-1)].double().mean() > 0.3, name
 
 
-def test_in_bf16_attentions_backward_pass_rounds_what_it_multiplies_and_nothing_else():
-    """Whole numbers, so that every matrix product is exact: d softmax is a difference of numbers near 64, which are
-    .5 apart in bf16. Its result is rounded twice, by at most .2% each.
-    """
+def test_bf16_attention_backward_pass_rounds_only_factors_of_products():
+    """All numbers are integers, so that every matrix product is exact. The gradient of the softmax is a difference of
+    numbers near 64, which are 0.5 apart in bf16. It is rounded twice, by at most 0.2% each time."""
     torch.manual_seed(0)
     query, key, value, grad = (
         torch.randint(-1, 2, (2, heads, n, 16)).bfloat16() for heads, n in ((4, 6), (2, 9), (2, 9), (4, 6))
@@ -343,11 +343,11 @@ def test_in_bf16_attentions_backward_pass_rounds_what_it_multiplies_and_nothing_
         assert (mine - expected).norm() < 2**-8 * expected.norm()
 
 
-# ---------------------------------------------------------------- rows that come and go
+# ---------------------------------------------------------------- rows that join and leave
 
 
 class Check:
-    """Every row's whole history, scored by transformers without a cache."""
+    """Compares logits with those of transformers, which reads the whole history of each row without a cache."""
 
     def __init__(self, model):
         self.model, self.histories = model, []
@@ -394,7 +394,7 @@ def test_rows_may_join_and_leave_at_any_time(name):
     check.histories = everyone
     assert flight.count_free_slots() == 0
     step()
-    keep(1, 2, 3, 4, 11)  # the first prompt is gone
+    keep(1, 2, 3, 4, 11)  # the first prompt has no rows left
     step()
     keep(4)
     step()
@@ -405,8 +405,8 @@ def test_rows_may_join_and_leave_at_any_time(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, a window above"])
-def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
-    """100 tokens each, the second prompt's rows 40 behind; the cache grows twice."""
+def test_rows_may_outgrow_the_initial_cache(name):
+    """Rows of the first prompt get 100 tokens. Those of the second join after 40. The cache grows at least twice."""
     model = model_of(name)
     flight, check, random = DecodeBatch(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
     check.histories = [[1, 2, 3]] * 2
@@ -426,7 +426,7 @@ def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
 
 
 @pytest.mark.parametrize("rows", [8, 16, 24, 256])
-def test_how_many_rows_fly_at_once_changes_no_completion(rows):
+def test_completions_do_not_depend_on_the_rows_in_flight(rows):
     policy = Policy(model_of("llama"), character_tokenizer())
     prompts = CountDigits().sample(0, 6)
     few, many = (
@@ -436,7 +436,7 @@ def test_how_many_rows_fly_at_once_changes_no_completion(rows):
     assert len({len(c.token_ids) for g in few for c in g.completions}) > 3
 
 
-def test_a_group_larger_than_the_room_flies_all_the_same():
+def test_group_larger_than_the_row_limit_is_sampled():
     policy = Policy(model_of("llama"), character_tokenizer())
     [group] = NativeSampler(2, policy).generate(CountDigits().sample(0, 1), Sampling(5, max_tokens=4, seed="s"))
     assert len(group.completions) == 5
@@ -444,7 +444,7 @@ def test_a_group_larger_than_the_room_flies_all_the_same():
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_was_sampled_is_what_is_scored(name, temperature):
+def test_scored_log_probs_match_the_sampled_ones(name, temperature):
     policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
     sampling = Sampling(8, temperature, max_tokens=24, seed="0/0")
     batch = collate(NativeSampler(16, policy).generate(CountDigits().sample(0, 4), sampling))
@@ -452,20 +452,19 @@ def test_what_was_sampled_is_what_is_scored(name, temperature):
     assert gap < 1e-4
 
 
-def test_a_row_is_no_other_where_it_is_alone():
-    """The last of a step to be finished; oneDNN splits such a product where the inner dimension is long."""
+def test_product_of_a_single_row_equals_that_among_others():
+    """The last row of a step is alone. oneDNN splits such a product if the inner dimension is long."""
     x, w = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
     among_others = project(x, w)
-    if products_know_no_neighbours():
+    if products_know_no_neighbors():
         assert all(torch.equal(project(x[i : i + 1], w)[0], among_others[i]) for i in range(len(x)))
     torch.testing.assert_close(project(x[:1], w), among_others[:1], rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("name", mostly_slow(FAMILY, every=5))
-def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
-    """Prompts of several lengths, rows that end and make room, whoever is scored beside them: nothing but the last sum
-    over the vocabulary differs.
-    """
+def test_bf16_scorer_matches_the_sampler_bit_for_bit(name):
+    """Prompts have several lengths, rows end and make room, and groups are scored together and alone. Only the last sum
+    over the vocabulary differs."""
     policy = Policy(model_of(name), character_tokenizer(), torch.bfloat16)
     groups = NativeSampler(16, policy).generate(CountDigits().sample(0, 6), Sampling(8, max_tokens=40, seed="0/0"))
     assert len({len(group.prompt_ids) for group in groups}) > 1
@@ -473,11 +472,11 @@ def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
         batch = collate(some)
         gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.response_mask].abs()
         assert gap.mean() < 0.02
-        if products_know_no_neighbours():
+        if products_know_no_neighbors():
             assert gap.max() < 5e-6
 
 
-# ---------------------------------------------------------------- which checkpoints
+# ---------------------------------------------------------------- supported configs
 
 
 REFUSED = {
@@ -494,12 +493,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_would_be_computed_wrongly_is_refused(reason):
+def test_unsupported_configs_have_a_fallback_reason(reason):
     assert find_fallback_reason(REFUSED[reason]()) == reason
 
 
-def test_a_window_is_that_of_the_layers_that_have_one():
-    """As the checkpoints say it: Qwen's in the upper layers, if it is used at all, Mistral's in all of them."""
+def test_sliding_layers_follow_the_config():
+    """Qwen has windows in its upper layers if it uses them at all, Mistral in all layers."""
     sliding = {"use_sliding_window": True, "sliding_window": 16}
     layers = {
         (False, False): [Qwen2Config(**SMALL), Qwen3Config(**SMALL, sliding_window=16, max_window_layers=0)],
@@ -514,8 +513,8 @@ def test_a_window_is_that_of_the_layers_that_have_one():
 
 
 @pytest.mark.parametrize("name", ["mistral, a window", "qwen2, a window above", "qwen3, biases, a window above"])
-def test_a_window_hides_what_is_further_back_and_nothing_else(name):
-    """From the first response token on, which is predicted from the end of the prompt: five tokens there, nine, two."""
+def test_window_hides_only_tokens_further_back(name):
+    """The first response token is predicted from the end of the prompt. The prompts have five, nine and two tokens."""
     model, batch = model_of(name), batch_of()
     near = Policy(model, character_tokenizer()).score(batch).logprobs.detach()
     model.config.sliding_window = 10**6
@@ -528,7 +527,7 @@ def test_a_window_hides_what_is_further_back_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, a window", "qwen3, biases, a window above"])
-def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_to(name):
+def test_unsupported_models_and_the_engine_setting_use_transformers(name):
     model = model_of(name)
     assert Policy(tiny_gpt2(), character_tokenizer()).decoder is None
     detour, ours = Policy(model, character_tokenizer(), engine="transformers"), Policy(model, character_tokenizer())
@@ -543,7 +542,7 @@ def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_
     assert tokens[0] == tokens[1]
 
 
-def test_the_saved_model_is_the_trained_one(tmp_path):
+def test_saved_model_has_the_trained_weights(tmp_path):
     policy, batch = Policy(model_of("llama, untied"), character_tokenizer()), batch_of()
     with torch.no_grad():
         for p in policy.model.parameters():
@@ -555,7 +554,7 @@ def test_the_saved_model_is_the_trained_one(tmp_path):
     )
 
 
-# ---------------------------------------------------------------- layers that an engine shards
+# ---------------------------------------------------------------- sharded layers
 
 SHARDED = """
 import itertools
@@ -595,8 +594,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_path):
-    """FSDP2 gathers them around a layer's forward: log-probs and gradients are those of a whole model."""
+def test_layers_sharded_over_two_processes_match_whole_layers(tmp_path):
+    """FSDP2 gathers parameters around the forward pass of a layer. Log-probs and gradients match a whole model."""
     (tmp_path / "two.py").write_text(SHARDED)
     done = in_two_processes(tmp_path / "two.py", "qwen2", "qwen3")
     assert [done.stdout.count(name) for name in ("qwen2", "qwen3")] == [4, 4]
@@ -605,7 +604,7 @@ def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_pat
 # ---------------------------------------------------------------- precision
 
 
-def test_the_residual_stream_is_in_fp32_whatever_is_computed_in(monkeypatch):
+def test_residual_stream_of_a_bf16_decoder_is_fp32(monkeypatch):
     seen = set()
 
     def before(layer, stream, rotary, shape):
@@ -624,8 +623,8 @@ def test_the_residual_stream_is_in_fp32_whatever_is_computed_in(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_norm_in_bf16_rounds_once():
-    """Of the exact one in fp64; rounded before as well, a third of all numbers would be another."""
+def test_bf16_norm_rounds_once():
+    """The exact norm is in fp64. If the input were rounded too, a third of all numbers would differ."""
     x, weight = torch.randn(50, 64), torch.rand(64)
     exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
     assert (apply_rms_norm(x, weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() < 0.01
@@ -637,7 +636,7 @@ def test_a_norm_in_bf16_rounds_once():
         assert (ours != exact.bfloat16()).double().mean() < 0.01
 
 
-def test_angles_are_exact_far_out():
+def test_rotary_angles_are_exact_at_high_positions():
     """At position 100 angles in bf16 would be off by a quarter of a radian."""
     decoder = decoder_of(model_of("llama"), torch.bfloat16)
     positions = torch.arange(128)
@@ -660,10 +659,9 @@ ROPES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("rope", [ROPES[2], ROPES[-1]], ids=str)
 @torch.no_grad()
-def test_far_out_the_decoder_is_as_near_to_fp64_as_transformers(rope):
-    """At position 1,900 and behind. The model in fp64 has the frequencies that it was trained with, in fp32; others, as
-    near to the formula, would turn this into 1.4e-4.
-    """
+def test_logits_at_high_positions_are_as_close_to_fp64_as_transformers(rope):
+    """Positions start at 1,900. The fp64 model has the fp32 frequencies that it was trained with. Other frequencies, as
+    close to the formula, would raise the error to 1.4e-4."""
     shape = {**SMALL, "max_position_embeddings": 4096, "head_dim": 64, "rope_parameters": rope}
     model, ids = LlamaForCausalLM(LlamaConfig(**shape)).eval(), torch.randint(VOCAB, (1, 2000))
     completion = Completion(tuple(ids[0, 1900:].tolist()), (0.0,) * 100, "", True)
@@ -675,8 +673,8 @@ def test_far_out_the_decoder_is_as_near_to_fp64_as_transformers(rope):
     assert (ours - exact).abs().max() < 2e-5
 
 
-def test_frozen_weights_that_follow_others_are_computed_with():
-    """As a moving reference: no parameter of it wants a gradient."""
+def test_updated_weights_of_a_frozen_reference_are_used():
+    """A moving reference has no parameter that requires a gradient."""
     reference, policy = (Policy(model_of("llama"), character_tokenizer(), torch.bfloat16) for _ in range(2))
     reference.model.requires_grad_(False)
     batch = batch_of()
@@ -689,7 +687,7 @@ def test_frozen_weights_that_follow_others_are_computed_with():
     assert (reference.score(batch).logprobs - before).abs().max() > 1e-2
 
 
-# ---------------------------------------------------------------- more that is refused, and the detour
+# ---------------------------------------------------------------- more fallbacks to transformers
 
 LAYERS = "other layers than attention"
 
@@ -708,12 +706,12 @@ LAYERS = "other layers than attention"
         (lambda: LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "quantized weights"),
     ],
 )
-def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):
+def test_one_unsupported_part_of_a_config_is_a_fallback_reason(config, reason):
     assert find_fallback_reason(config()) == reason
 
 
 @pytest.mark.parametrize("rows", [8, 16])
-def test_through_transformers_too_the_rows_in_flight_change_no_completion(rows):
+def test_completions_with_transformers_do_not_depend_on_rows_in_flight(rows):
     policy = Policy(model_of("llama"), character_tokenizer(), engine="transformers")
     prompts = CountDigits().sample(0, 4)
     few, many = (
@@ -722,8 +720,8 @@ def test_through_transformers_too_the_rows_in_flight_change_no_completion(rows):
     assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
 
 
-def test_a_model_that_recomputes_its_activations_decodes_as_another():
-    """transformers switches the cache off where it recomputes; scoring leaves the model so."""
+def test_gradient_checkpointing_does_not_change_completions():
+    """transformers disables the KV cache if it recomputes activations, and scoring leaves the model in this state."""
     plain, recomputing = (
         Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=on, engine="transformers")
         for on in (False, True)
@@ -736,8 +734,8 @@ def test_a_model_that_recomputes_its_activations_decodes_as_another():
     assert [[c.token_ids for c in g.completions] for g in one] == [[c.token_ids for c in g.completions] for g in other]
 
 
-def test_the_eps_of_the_norms_is_the_checkpoints():
-    """One that can be seen; scored, and sampled token by token."""
+def test_norms_use_the_eps_of_the_config():
+    """The eps is large enough to change the logits, in scoring and in decoding."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL, rms_norm_eps=0.1)).eval()
     decoder, batch = decoder_of(model), batch_of()
     hidden, head = compute_hidden_states(decoder, batch)
@@ -749,7 +747,7 @@ def test_the_eps_of_the_norms_is_the_checkpoints():
     check.compare(flight.step(torch.tensor([4, 5])))
 
 
-# ---------------------------------------------------------------- frequencies that depend on the length
+# ---------------------------------------------------------------- rotary frequencies that depend on the length
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -764,8 +762,8 @@ BY_LENGTH = {"dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.
 
 @pytest.mark.parametrize(("kind", "most"), [("dynamic", 128), ("longrope", 32)])
 @torch.no_grad()
-def test_rotary_frequencies_that_depend_on_the_length_are_kept_to_where_they_do_not(kind, most):
-    """Beyond, a row's log-probs are those of the longest beside it: by nats. Up to there, nothing of the kind."""
+def test_context_length_stops_before_rotary_frequencies_change(kind, most):
+    """In longer batches log-probs of a row change by nats with the longest row. Up to this length they do not."""
     policy = Policy(
         LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=BY_LENGTH[kind])).eval(), character_tokenizer()
     )
@@ -785,7 +783,7 @@ def test_rotary_frequencies_that_depend_on_the_length_are_kept_to_where_they_do_
 
 
 @pytest.mark.parametrize("kind", BY_LENGTH)
-def test_a_row_beyond_that_length_is_not_scored(kind):
+def test_scoring_a_row_longer_than_the_context_raises(kind):
     policy = Policy(
         LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=BY_LENGTH[kind])).eval(), character_tokenizer()
     )
@@ -802,7 +800,7 @@ def test_a_row_beyond_that_length_is_not_scored(kind):
                 policy.score(batch)
 
 
-def test_layers_with_rotary_frequencies_of_their_own_are_as_short_as_the_shortest():
+def test_context_length_is_the_shortest_of_all_layer_types():
     config = LlamaConfig(**SMALL)
     config.rope_parameters = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}
     assert get_context_length(config) == 32

@@ -1,4 +1,4 @@
-"""Draws against the exact CDF; what is cut off and how draws are spread is in test_samplers.py."""
+"""Tests of draws against the exact CDF. test_samplers.py tests truncation and the distribution of draws."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pellucid.models.sampling import sample_tokens
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_is_drawn_from_to_the_last_bit_of_its_cdf():
-    """Stretches of 1e-5 and a CDF in fp32, off by 1e-7, would give one draw in a hundred to a neighbour."""
+def test_draws_from_a_large_vocabulary_follow_its_fp64_cdf():
+    """A token has a probability of 1e-5. A CDF in fp32, off by 1e-7, would give 1% of the draws to a neighbor."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 100_000, generator=generator)
     uniforms = torch.rand(4096, dtype=torch.float64, generator=generator)

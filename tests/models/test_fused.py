@@ -1,4 +1,4 @@
-"""Fused decoding against torch's operators: not close to them, but the same bits."""
+"""Tests of fused decoding against torch's operators: results have the same bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SMALL = {
     "bos_token_id": None,
 }
 WIDE = {"hidden_size": 576, "intermediate_size": 2080}
-"""More than oneDNN adds up together, once and twice over."""
+"""More inputs than oneDNN sums in one block, and more than it sums in two."""
 QWEN2 = {**SMALL, "num_attention_heads": 14, "num_key_value_heads": 2}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
@@ -95,7 +95,7 @@ def model_of(name):
 
 
 def pair(name="llama", rows=40):
-    """The same decoder twice: by operators, and fused."""
+    """Return two batches of the same decoder: the first decodes by operators, the second is fused."""
     model = model_of(name)
     decoder = Decoder(model.config, model, torch.bfloat16)
     return DecodeBatch(decoder, rows), DecodeBatch(decoder, rows, fused_check.select_fused_decoder(decoder))
@@ -112,7 +112,8 @@ def prompts(*lengths, start=0):
 
 
 def admit(batches, *lengths, copies):
-    """With AMX as many at once as oneDNN adds up in a known order; longer ones are read by operators for both."""
+    """Admit prompts to both batches. With AMX they are admitted one at a time, since oneDNN sums only so many tokens in
+    a known order, and operators prefill prompts of more than 32 tokens in both batches."""
     for asked in (
         [prompts(length) for length in lengths] if fused_check.load_fused_kernel()[0].uses_amx else [prompts(*lengths)]
     ):
@@ -140,7 +141,7 @@ def test_every_architecture_has_the_bits_of_the_operators(name):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 25, 32, 64])
-def test_however_many_rows(rows):
+def test_bits_are_equal_however_many_rows_decode(rows):
     if rows > 32 and fused_check.load_fused_kernel()[0].uses_amx:
         pytest.skip("so many rows oneDNN adds up in several parts by AMX")
     batches = pair("llama, wide", rows)
@@ -149,7 +150,7 @@ def test_however_many_rows(rows):
 
 
 def one_by_one(batch, ids):
-    """Logits [1, V] behind a prompt whose tokens are read one by one, and keys and values of each layer."""
+    """Return the logits [1, V] after a prompt that is read token by token, and the keys and values of each layer."""
     shape, size = batch.decoder.shape, round_up(len(ids))
     empty = torch.zeros(shape.key_heads, 0, 0, shape.head_size, dtype=torch.bfloat16)
     caches = [
@@ -165,8 +166,8 @@ def one_by_one(batch, ids):
 @pytest.mark.parametrize(
     ("name", "lengths"), [*((name, (3, 17, 40, 150, 1)) for name in [*MODELS, *ADAPTED]), ("llama", (600, 9))]
 )
-def test_prompts_have_the_bits_of_their_tokens_read_one_by_one(name, lengths):
-    """Whose bits are those of the operators, however many tokens are read at once."""
+def test_prefill_has_the_bits_of_tokens_read_one_by_one(name, lengths):
+    """Tokens read one by one have the bits of operators, and prefill has the same bits for any number of tokens."""
     [_, batch] = pair(name)
     asked = prompts(*lengths)
     logits = batch.admit(asked, 1)
@@ -179,8 +180,8 @@ def test_prompts_have_the_bits_of_their_tokens_read_one_by_one(name, lengths):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTED[:2]])
-def test_what_rows_are_told_has_the_bits_of_the_same_tokens_in_steps(name):
-    """In two parts, one of them longer than what is added up together and read at once."""
+def test_appended_tokens_have_the_bits_of_the_same_tokens_in_steps(name):
+    """They are appended in two parts. One of them is longer than a block that is summed and read at once."""
     [_, told], [_, stepped] = pair(name), pair(name)
     ids = [(5 * i + 2) % 98 for i in range(70)]
     for batch in (told, stepped):
@@ -210,7 +211,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(rows):
 
 @pytest.mark.parametrize("name", ["llama", ADAPTED[0]])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_however_many_threads(threads, name):
+def test_bits_are_equal_however_many_threads_decode(threads, name):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -222,8 +223,8 @@ def test_however_many_threads(threads, name):
         torch.set_num_threads(before)
 
 
-def test_rows_beyond_those_that_are_multiplied_at_once_have_the_same_bits():
-    """With AMX weights are read again for them, some outputs at a time; here a thread has more than that."""
+def test_rows_beyond_one_block_have_the_same_bits():
+    """With AMX weights are read again for these rows, some outputs at a time. Here a thread has more than that."""
     decoder = fused_check.build_self_check_decoder()
     several, few = (DecodeBatch(decoder, rows, fused_check.select_fused_decoder(decoder)) for rows in (40, 8))
     expected = few.admit(prompts(5), 8)
@@ -233,7 +234,7 @@ def test_rows_beyond_those_that_are_multiplied_at_once_have_the_same_bits():
         assert torch.equal(several.step(tokens.repeat(5)), few.step(tokens).repeat(5, 1))
 
 
-def test_rows_that_come_go_wait_are_told_something_and_make_room():
+def test_rows_that_come_leave_pause_and_are_restored_have_equal_bits():
     batches = pair(rows=20)
     admit(batches, 3, 18, copies=4)
     run(batches, 5)
@@ -241,7 +242,7 @@ def test_rows_that_come_go_wait_are_told_something_and_make_room():
         batch.keep_rows(torch.tensor([0, 2, 3, 6]))
     run(batches, 4)
     both(batches, lambda batch: batch.admit(prompts(30, start=5), 3))
-    run(batches, 30)  # rows of several lengths, beyond a cache's first room
+    run(batches, 30)  # rows of several lengths, beyond the initial size of the cache
     speaks = torch.tensor([True, False, True, True, False, True, False])
     both(batches, lambda batch: batch.step(torch.arange(7), speaks)[speaks])
     both(batches, lambda batch: decode.append_tokens(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]))
@@ -272,7 +273,7 @@ def test_rows_leave_gaps_until_half_have_left_or_others_come(then):
     admit(batches, 3, 18, copies=4)
     run(batches, 3)
     caches = [batch.caches[0].keys for batch in batches]
-    for rows in ([1, 2, 3, 4, 5, 7], [0, 2, 3, 4, 5]):  # with one row left the first prompt is still there
+    for rows in ([1, 2, 3, 4, 5, 7], [0, 2, 3, 4, 5]):  # the first prompt stays in the cache with one row left
         for batch in batches:
             batch.keep_rows(torch.tensor(rows))
         run(batches, 2)
@@ -286,18 +287,18 @@ def test_rows_leave_gaps_until_half_have_left_or_others_come(then):
 
 
 @pytest.mark.parametrize(("length", "own"), [(600, 3), (1100, 2), (20, 540)])
-def test_texts_longer_than_what_is_added_up_together(monkeypatch, length, own):
+def test_texts_longer_than_a_block_of_sums_have_equal_bits(monkeypatch, length, own):
     batches = pair(rows=2)
     admit(batches, length, copies=2)
     if own > 3:
-        if fused_check.load_fused_kernel()[0].uses_amx:  # so many are read by operators for both, too
+        if fused_check.load_fused_kernel()[0].uses_amx:  # operators append so many tokens in both batches
             monkeypatch.setattr(DecodeBatch, "uses_fused_prefill", lambda batch: False)
         told = [[(3 * i) % 98 for i in range(own - 3)]] * 2
         both(batches, lambda batch: decode.append_tokens(batch, torch.tensor([0, 1]), told))
     run(batches, 3)
 
 
-def test_a_policy_samples_the_same_tokens_and_log_probs(monkeypatch):
+def test_policy_samples_the_same_completions_without_fusion(monkeypatch):
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     asked, sampling = CountDigits().sample(0, 5), Sampling(4, max_tokens=12, seed="0")
 
@@ -313,7 +314,7 @@ def test_a_policy_samples_the_same_tokens_and_log_probs(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [4, 12, 40])
-def test_rows_that_board_late_have_the_bits_of_those_that_board_at_once(rows):
+def test_rows_admitted_late_have_the_bits_of_rows_admitted_at_once(rows):
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     policy.eos_ids = (*range(0, 28, 3), EOS)  # so that rows end at different times
     asked, sampling = CountDigits().sample(0, 15), Sampling(4, max_tokens=40, seed="0")
@@ -322,7 +323,7 @@ def test_rows_that_board_late_have_the_bits_of_those_that_board_at_once(rows):
     assert late == at_once
 
 
-def test_new_weights_are_laid_out_for_the_next_batch():
+def test_next_batch_uses_new_weights():
     model = model_of("llama")
     policy = Policy(model, character_tokenizer(), torch.bfloat16)
 
@@ -340,7 +341,7 @@ def test_new_weights_are_laid_out_for_the_next_batch():
         assert not torch.equal(new, old)
 
 
-def test_no_memory_is_an_error_of_the_call():
+def test_out_of_memory_in_a_kernel_raises_memory_error():
     model, tokens = ModelStruct(1, 96, 6, 2, 64, 160, 99, 1e-5), TokensStruct(n=2**44, logit_count=1)
     assert (
         call_kernel(
@@ -361,10 +362,10 @@ def test_no_memory_is_an_error_of_the_call():
         batch.admit(prompts(3, 9), 1)
 
 
-# ---------------------------------------------------------------- where it is not used
+# ---------------------------------------------------------------- fallbacks, compilation and self-checks
 
 
-def test_what_the_source_does_not_compute_goes_by_operators():
+def test_unsupported_shapes_and_dtypes_use_operators():
     for changed, why in (
         ({"head_dim": 32}, "heads of 32"),
         ({"head_dim": 320}, "heads of 320"),
@@ -385,7 +386,7 @@ def test_what_the_source_does_not_compute_goes_by_operators():
         assert find_fused_fault(wide.collect_weights(), wide.shape) == "norms in torch.float64"
 
 
-def test_weights_that_do_not_lie_in_a_row_are_read_as_they_are():
+def test_noncontiguous_weights_have_equal_bits():
     model = model_of("llama")
     with torch.no_grad():
         for weight in model.bfloat16().parameters():
@@ -398,7 +399,7 @@ def test_weights_that_do_not_lie_in_a_row_are_read_as_they_are():
 
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
-    """A home without a library."""
+    """Return a home folder without a compiled library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path
@@ -406,7 +407,7 @@ def at_home(monkeypatch, tmp_path):
 
 @pytest.fixture
 def compiler(at_home, monkeypatch):
-    """One that has the library already; the file that counts what it was asked for."""
+    """Set CXX to a script that copies the loaded library. Return the file that lists what the script was asked for."""
     asked, script = at_home / "asked", at_home / "compiler"
     script.write_text(f'#!/bin/sh\nfor to; do :; done\necho "$to" >> {asked}\ncp {native.load_library()._name} "$to"\n')
     script.chmod(0o755)
@@ -416,12 +417,12 @@ def compiler(at_home, monkeypatch):
 
 
 def passing(library, is_adapted=False):
-    """The ways of a library that have the bits of the operators."""
+    """Return the kernels of a library whose bits are equal to those of operators."""
     kernels = native.list_variants(library)
     return [x for x in kernels if not native.find_difference(fused_check.compare_fused_steps(x, is_adapted))]
 
 
-def test_it_is_compiled_once_and_kept(at_home, compiler):
+def test_library_is_compiled_once_and_cached(at_home, compiler):
     assert passing(native.compile_library())
     [kept] = (at_home / "cache" / "pellucid").iterdir()
     assert passing(native.compile_library())
@@ -430,11 +431,11 @@ def test_it_is_compiled_once_and_kept(at_home, compiler):
 
 
 def libraries(asked):
-    """Of what a compiler was asked for; the others are parts of them."""
+    """Return how many libraries a compiler was asked for. Its other outputs are parts of them."""
     return asked.read_text().count(".so\n")
 
 
-def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, monkeypatch):
+def test_missing_or_failing_compiler_raises_with_a_reason(at_home, monkeypatch):
     for compiler, why in ((None, "no g\\+\\+"), ("/bin/false", "/bin/false fails")):
         monkeypatch.setattr(native.shutil, "which", lambda name, compiler=compiler: compiler)
         with pytest.raises(KernelUnavailableError, match=why):
@@ -442,10 +443,10 @@ def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, mo
     assert not list(at_home.rglob("*.so"))
 
 
-def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obstacle(at_home, compiler, monkeypatch):
+def test_library_is_recompiled_if_the_cached_one_is_unusable(at_home, compiler, monkeypatch):
     native.compile_library()
     [kept] = (at_home / "cache" / "pellucid").iterdir()
-    broken = at_home / "another" / "pellucid" / kept.name  # in its own place it would be found among what is loaded
+    broken = at_home / "another" / "pellucid" / kept.name  # the loaded library would be found at its own path
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"")
     for home in ("/dev/null", at_home / "another"):
@@ -455,15 +456,16 @@ def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obst
 
 
 class Off:
-    """The library, with one function replaced."""
+    """A library with one function replaced."""
 
     def __init__(self, name, instead):
         self.__dict__ |= {"pack": native.compile_library().pack, "step": native.compile_library().step, name: instead}
 
 
 @pytest.mark.skipif(not native.has_amx(), reason="needs a CPU with AMX, to go without")
-def test_where_onednn_may_not_use_amx_nor_does_this():
-    """Of 64 rows by AVX-512, too, which with AMX is passed over."""
+def test_fused_decoding_uses_amx_only_if_onednn_may():
+    """This includes the test with 64 rows, which is skipped with AMX."""
+    # Parts of the names of tests in this file.
     bits = "of_the_operators or however_many or texts or rows_that_come"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", bits, __file__]
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
@@ -482,14 +484,14 @@ def write_zeros(model, layers, tokens, norm, head, hidden, logits, *_):
 
 
 @pytest.mark.parametrize(("part", "instead"), [("pack", pack_with_other_order), ("step", write_zeros)])
-def test_other_bits_are_found_out(part, instead):
-    """Each writes all of its output: memory left as it was may hold the right bits of an earlier check."""
+def test_kernel_with_other_bits_fails_the_self_check(part, instead):
+    """Each function writes all of its output: unwritten memory may hold the right bits of an earlier check."""
     assert not passing(Off(part, instead))
 
 
 @pytest.mark.slow
-def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
-    """It moves only the last bits of some sums."""
+def test_another_order_of_sums_fails_the_self_check(at_home, monkeypatch):
+    """It changes only the last bits of some sums."""
     assert shutil.which("g++")
     shutil.copytree(native.CPP_FOLDER, at_home / "cpp")
     for file, order, other in (
@@ -504,7 +506,7 @@ def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_step_without_the_adapter_is_found_out_and_models_without_one_use_it(at_home, monkeypatch):
+def test_step_without_the_adapter_fails_only_the_check_of_adapters(at_home, monkeypatch):
     shutil.copytree(native.CPP_FOLDER, at_home / "cpp")
     source = at_home / "cpp" / "decode.cpp"
     assert source.read_text().count("if (rank)") == 1

@@ -1,4 +1,4 @@
-"""Tokens decoded by a captured graph, against the same without: by a pretended one. test_cuda.py has a real one."""
+"""Tests of decoding with a simulated CUDA graph against decoding without one. test_cuda.py uses a real graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decoder_of(model, uses_graphs):
 
 
 def batches(name="llama"):
-    """One that may use graphs, and one that may not."""
+    """Return two batches: the first may use graphs, the second may not."""
     model = model_of(name)
     return [DecodeBatch(decoder_of(model, uses_graphs), 8) for uses_graphs in (None, False)]
 
@@ -48,8 +48,8 @@ def steps(pair, rows, count):
 
 
 @pytest.mark.parametrize("name", mostly_slow(FAMILY, every=5))
-def test_a_graph_has_the_bits_of_eager_steps(name, pretended):
-    """Through rows that come, are dropped, stand still and need more room, with sliding windows and without."""
+def test_graph_steps_have_the_bits_of_eager_steps(name, pretended):
+    """Rows join, leave, pause and need more room in the cache, with and without sliding windows."""
     pair = batches(name)
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
     steps(pair, 4, 5)
@@ -71,7 +71,7 @@ def test_a_graph_has_the_bits_of_eager_steps(name, pretended):
 
 
 @pytest.mark.slow
-def test_room_grows_by_more_where_each_growth_costs_a_graph(pretended):
+def test_cache_grows_by_more_if_each_growth_costs_a_graph(pretended):
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
     steps(pair, 4, 5 * CACHE_GROWTH_TOKENS + 2)
@@ -80,7 +80,7 @@ def test_room_grows_by_more_where_each_growth_costs_a_graph(pretended):
     assert pretended.captured == 5, "room for 32, 64, 96, 160 and 256 tokens"
 
 
-def test_the_logits_of_a_step_are_not_overwritten_by_the_next(pretended):
+def test_logits_of_a_step_are_not_overwritten_by_the_next_step(pretended):
     logits = []
     for batch in batches():
         first = batch.admit(PROMPTS, 2)
@@ -88,7 +88,7 @@ def test_the_logits_of_a_step_are_not_overwritten_by_the_next(pretended):
     assert torch.equal(*logits)
 
 
-def test_a_graph_with_other_results_is_not_used(pretended, monkeypatch):
+def test_graph_with_wrong_results_is_not_used(pretended, monkeypatch):
     capture = cuda_graphs.capture_step
     monkeypatch.setattr(cuda_graphs, "capture_step", lambda *about: lambda tokens: capture(*about)(tokens) * 1.1)
     pair = batches()
@@ -102,8 +102,8 @@ def test_a_graph_with_other_results_is_not_used(pretended, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_capture_that_fails_at_any_time_leaves_the_operators_and_warns_once(number, pretended):
-    """The first capture is the trial; the second and third are those of two layouts."""
+def test_failed_capture_falls_back_to_operators_and_warns_once(number, pretended):
+    """The first capture is the self-check. The second and third belong to two layouts."""
     pretended.refuse_from = number
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
@@ -153,7 +153,7 @@ def captured(act, pool=None):
 
 
 def test_a_batch_is_freed_with_its_last_owner(pretended):
-    """On a GPU its caches are most of the memory of sampling."""
+    """On a GPU its KV cache is most of the memory of sampling."""
     batch, _ = batches()
     batch.admit(PROMPTS, 2)
     for _ in range(4):
@@ -178,8 +178,8 @@ def policy_at(device, uses_graphs=False):
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one")
-def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gpu):
-    """Nor is the host waited for more often than without: once in eight tokens. Rows that have ended stand on."""
+def test_graph_on_a_device_adds_no_waits_and_changes_no_token(pretended, gpu):
+    """The host waits once in eight tokens with and without graphs, and once for the self-check. Ended rows stay."""
     prompts, sampling = [Prompt(name, "a" * (i + 1)) for i, name in enumerate("pqrst")], Sampling(6, max_tokens=40)
     sampled, waits = [], []
     for policy in (policy_at("cpu"), *(policy_at(DEVICE, uses_graphs) for uses_graphs in (False, True, None))):
@@ -200,8 +200,8 @@ def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gp
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one")
-def test_on_a_device_rows_that_have_ended_make_room_as_soon_as_a_group_waits(gpu, monkeypatch):
-    """And where nobody waits, all stand until half have ended: to drop each costs a copy of all caches, and a graph."""
+def test_ended_rows_on_a_device_are_dropped_as_soon_as_a_group_waits(gpu, monkeypatch):
+    """If no group waits, all rows stay until half have ended: each drop costs a copy of the KV cache, and a graph."""
     admit, keep, before, kept = DecodeBatch.admit, DecodeBatch.keep_rows, [], []
 
     def admitted(batch, prompts, copies):
@@ -234,7 +234,7 @@ REFUSES = {
 
 @pytest.mark.skipif(HAS_REAL_DEVICE, reason="there is a real one")
 @pytest.mark.parametrize("act", REFUSES.values(), ids=REFUSES)
-def test_what_stands_in_for_a_graph_refuses_what_a_real_one_does(act, gpu):
+def test_simulated_graph_refuses_what_a_real_graph_refuses(act, gpu):
     x = torch.ones(3, device=DEVICE)
     x + x.sum(), x.double()
     with Capture():
@@ -244,7 +244,7 @@ def test_what_stands_in_for_a_graph_refuses_what_a_real_one_does(act, gpu):
 
 
 class Step:
-    """A step with what a graph cannot have: `fault` says what changes on the host from step to step."""
+    """A step that a graph cannot replay: `fault` says what changes on the host from step to step."""
 
     def __init__(self, fault):
         self.fault, self.count, self.buffer, self.earlier = fault, 0, torch.ones(3), []
@@ -264,8 +264,8 @@ class Step:
 
 
 @pytest.mark.parametrize("fault", [None, "number", "size", "tensor"])
-def test_what_changes_on_the_host_is_not_in_a_graph(fault, pretended):
-    """The third step is captured again."""
+def test_step_that_changes_on_the_host_fails_the_check_of_its_graph(fault, pretended):
+    """The step is captured again before its second replay, and the two captures are compared."""
     step, tokens = Step(fault), torch.ones(3)
     replay = cuda_graphs.capture_step(step.compute, tokens)
     for i in range(3):

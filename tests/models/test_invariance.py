@@ -1,4 +1,4 @@
-"""Whether a row's logits depend on the rows beside it: seen where they do, in each place where they might."""
+"""Tests of the check for batch invariance: it finds each place where a row's logits depend on other rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from conftest import character_tokenizer, make_policy, products_know_no_neighbours, tiny_llama
+from conftest import character_tokenizer, make_policy, products_know_no_neighbors, tiny_llama
 from pellucid import cli
 from pellucid.models import decode, hf_decode
 from pellucid.policy.policy import Policy
@@ -24,21 +24,21 @@ def bf16_policy():
 
 
 def by_rows(x, weight, bias=None, _recomputation=None):
-    """Products by multiplications and a sum over one dimension, of which each row has its own."""
+    """Return x @ weight.T + bias as sums of elementwise products in fp64, so that rows do not affect each other."""
     products = x[:, None].double() * weight.double()
     return (products.sum(-1) + (0 if bias is None else bias)).to(x.dtype)
 
 
 @pytest.fixture
 def products_of_rows(monkeypatch):
-    """Every product of weights in fp64, which this machine's kernels cannot make depend on its neighbours."""
+    """Compute every product of weights row by row in fp64. No kernel of this machine can mix these rows."""
     monkeypatch.setattr(decode, "project", by_rows)
     monkeypatch.setattr("pellucid.models.decoder.project", by_rows)
     monkeypatch.setattr(decode, "prepack_weights", lambda weights, rows: weights)
 
 
-def test_where_products_know_no_neighbours_all_of_it_is_invariant():
-    assert hf_decode.is_batch_invariant(bf16_policy(), ROWS) or not products_know_no_neighbours()
+def test_decoding_is_batch_invariant_if_products_are():
+    assert hf_decode.is_batch_invariant(bf16_policy(), ROWS) or not products_know_no_neighbors()
 
 
 DISTURBED = {
@@ -49,12 +49,12 @@ DISTURBED = {
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_a_product_that_knows_its_neighbours_is_seen(products_of_rows, monkeypatch, name):
+def test_products_that_depend_on_other_rows_are_detected(products_of_rows, monkeypatch, name):
     monkeypatch.setattr(decode, "project", lambda x, weight: DISTURBED[name](by_rows(x, weight)))
     assert not hf_decode.is_batch_invariant(bf16_policy(), ROWS)
 
 
-def test_attention_that_knows_how_many_share_a_prompt_is_seen(products_of_rows, monkeypatch):
+def test_attention_that_depends_on_rows_per_prompt_is_detected(products_of_rows, monkeypatch):
     by_prompt = decode.DecodeBatch._group_by_prompt
     monkeypatch.setattr(
         decode.DecodeBatch,
@@ -64,19 +64,19 @@ def test_attention_that_knows_how_many_share_a_prompt_is_seen(products_of_rows, 
     assert not hf_decode.is_batch_invariant(bf16_policy(), ROWS)
 
 
-def test_a_prompt_that_is_read_otherwise_among_longer_ones_is_seen(products_of_rows, monkeypatch):
+def test_prefill_that_depends_on_longer_prompts_is_detected(products_of_rows, monkeypatch):
     attend = decode.attend
     monkeypatch.setattr(decode, "attend", lambda q, k, v, bias: attend(q, k, v, bias) * k.shape[2])
     assert not hf_decode.is_batch_invariant(bf16_policy(), ROWS)
 
 
-def test_where_it_is_not_so_one_line_says_what_to_do(monkeypatch):
+def test_dependence_on_other_rows_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(hf_decode, "is_batch_invariant", lambda policy, rows: False)
     with pytest.raises(UserError, match=r"^--batch-invariant: [^\n]* in float32 [^\n]*--dtype bfloat16[^\n]*$"):
         hf_decode.check_batch_invariance(make_policy("llama"), ROWS)
 
 
-def test_a_service_of_which_this_was_asked_starts_only_where_it_is_so(model_dir, monkeypatch):
+def test_service_with_batch_invariant_starts_only_if_it_holds(model_dir, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
     monkeypatch.setattr(
         hf_decode, "is_batch_invariant", lambda policy, rows: policy.dtype == torch.bfloat16 and rows == 5
@@ -91,7 +91,7 @@ def test_a_service_of_which_this_was_asked_starts_only_where_it_is_so(model_dir,
 
 
 @pytest.mark.slow
-def test_onednn_does_without_amx_unless_someone_has_set_a_limit(monkeypatch):
+def test_onednn_uses_no_amx_unless_another_limit_is_set(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     hf_decode.disable_amx()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"

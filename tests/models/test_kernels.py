@@ -1,4 +1,4 @@
-"""The C++ of an update: a layer's has the bits of torch's operators, the head's is nearer to float64 than they are."""
+"""Tests of the C++ kernels of an update: layers have the bits of operators, the head is as close to float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def noise(*shape, seed=0, dtype=BF16):
 
 
 def layer_work(n, width):
-    """Each function of a layer, and tensors for it."""
+    """Return the arguments of each kernel of a layer, by name."""
     x, weight = noise(n, 2 * width, dtype=torch.float32), noise(2 * width, dtype=torch.float32)
     more, grad, heads = noise(n, 2 * width, seed=1), noise(n, 2 * width, seed=2), noise(n, 5, 2 * width)
     keys = -(-width // 16) * 16
@@ -54,7 +54,7 @@ def copied(arguments):
 
 @pytest.mark.parametrize("name", layer_work(1, 16))
 @pytest.mark.parametrize(("n", "width"), [(1, 16), (3, 48), (33, 112)])
-def test_a_layer_has_the_bits_of_the_operators_with_any_number_of_threads(name, n, width):
+def test_layer_kernels_equal_operators_with_any_number_of_threads(name, n, width):
     arguments = layer_work(n, width)[name]
     before = torch.get_num_threads()
     found = native.load_kernels()[0]
@@ -71,7 +71,7 @@ def test_a_layer_has_the_bits_of_the_operators_with_any_number_of_threads(name, 
 
 @pytest.mark.parametrize("vocabulary", [16, 272, 8192, 49152])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_tokens_are_drawn_as_by_the_operators(vocabulary, temperature):
+def test_sampled_tokens_equal_those_of_operators(vocabulary, temperature):
     uniforms = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
     for sharpness in (0.1, 1, 4):
@@ -81,7 +81,7 @@ def test_tokens_are_drawn_as_by_the_operators(vocabulary, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_what_a_row_draws_depends_on_no_other(temperature):
+def test_sampled_token_does_not_depend_on_other_rows(temperature):
     logits, uniforms = noise(5, 8192), torch.linspace(0, 0.9, 5, dtype=torch.float64)
     together = native.load_kernels()[0].sample_with_masses(logits, uniforms, temperature)
     for row in range(5):
@@ -90,7 +90,7 @@ def test_what_a_row_draws_depends_on_no_other(temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_drawn_still(temperature):
+def test_ties_sample_the_first_token_and_nan_logits_a_valid_one(temperature):
     logits = torch.full((3, 272), -torch.inf, dtype=BF16)
     logits[0, [40, 100]] = 2.0
     logits[1] = torch.nan
@@ -105,7 +105,7 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "width"), [(3, 544), (3, 4128), (3, 8224), (256, 96), (5000, 64), (600_000, 32)])
-def test_norms_of_any_size_add_up_as_torch_does(n, width):
+def test_norms_of_any_size_equal_those_of_torch(n, width):
     found = native.load_kernels()[0]
     x, weight, grad = noise(n, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(n, width, seed=1)
     assert torch.equal(found.norm_forward(x, weight, 1e-6, BF16), ops.norm_forward(x, weight, 1e-6, BF16))
@@ -113,7 +113,7 @@ def test_norms_of_any_size_add_up_as_torch_does(n, width):
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_what_is_not_fit_goes_by_the_operators():
+def test_unsupported_tensors_use_operators():
     x = noise(4, 32)
     assert isinstance(select_kernels(x, BF16, 32), Kernels)
     assert select_kernels(x, BF16, 24) is ops
@@ -135,7 +135,7 @@ def made():
     return product, other, torch.arange(SOME) * 27 % VOCABULARY
 
 
-def test_what_logits_say_is_nearer_to_float64_than_by_the_operators():
+def test_logit_statistics_are_as_close_to_float64_as_operators():
     product, other, tokens = made()
     read = native.load_kernels()[0].compute_statistics(
         ScaledLogits(product, FACTOR), tokens, ScaledLogits(other, OTHER)
@@ -153,7 +153,7 @@ def test_what_logits_say_is_nearer_to_float64_than_by_the_operators():
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("kl", [False, True])
-def test_the_gradient_of_the_product_is_autograds(entropy, kl):
+def test_gradient_of_the_product_matches_autograd(entropy, kl):
     product, other, tokens = made()
     weights = noise(3, SOME, seed=2, dtype=torch.float32)
     z = product.double().requires_grad_()
@@ -173,7 +173,7 @@ def test_the_gradient_of_the_product_is_autograds(entropy, kl):
     assert ((into.double() - z.grad).abs() <= rounding).all()
 
 
-def test_only_a_whole_distribution_without_a_softcap_in_bf16_is_read_so():
+def test_head_kernels_need_bf16_and_no_softcap_or_sampling_mask():
     weight = noise(64, 32)
     plain = ScoreContext(LMHead(weight, weight), 1.0, False, None, None)
     product = noise(2, 64)
@@ -185,7 +185,7 @@ def test_only_a_whole_distribution_without_a_softcap_in_bf16_is_read_so():
     assert not plain._replace(sampling_mask=nothing).pick_kernels(product)
 
 
-def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
+def test_log_probs_and_gradients_agree_with_and_without_kernels(monkeypatch):
     weight, hidden, tokens = noise(96, 32) / 8, noise(20, 32, seed=1) / 8, torch.arange(20)
 
     def both():
@@ -200,18 +200,18 @@ def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
         torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=2e-3)
 
 
-# ---------------------------------------------------------------- the trial
+# ---------------------------------------------------------------- self-check
 
 
 @pytest.mark.parametrize("name", [*layer_work(1, 16), "sample_with_masses"])
-def test_other_bits_are_found_out(name):
+def test_kernel_with_other_bits_fails_the_self_check(name):
     class Off(Kernels):
         pass
 
     def off(self, *arguments):
         said = getattr(ops, name)(*arguments)
         first, *rest = said if isinstance(said, tuple) else (said,)
-        changed = first.view(-1)[0] * 1.02 + 0.02  # some last bits of one number
+        changed = first.view(-1)[0] * 1.02 + 0.02  # the last bits of one number
         first.view(-1)[0] = changed if first.is_floating_point() else first.view(-1)[0] + 1
         return (first, *rest) if rest else first
 
@@ -220,7 +220,7 @@ def test_other_bits_are_found_out(name):
     assert native.find_difference(native.compare_kernels(off)) == name
 
 
-def test_without_a_library_there_is_a_reason(monkeypatch):
+def test_missing_library_returns_a_reason(monkeypatch):
     def no_library():
         raise KernelUnavailableError("no g++")
 

@@ -1,4 +1,4 @@
-"""Attention of whole rollouts in C++: forward it has the bits of the operators, backward it is nearer to float64."""
+"""Tests of attention over packed sequences in C++, against float64 and against operators."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BOTH = [False, True] if native.has_amx() else [False]
 
 @pytest.fixture(params=BOTH, ids=lambda tiles: "AMX" if tiles else "AVX-512")
 def by(request, monkeypatch):
-    """What computes attention."""
+    """Return the kernel that computes attention."""
     found = KernelVariant(attention.load_attention_kernel()[0].library, request.param)
     monkeypatch.setattr(score, "find_attention_kernel", lambda _: found)
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_and_its_gradient_are_no_further_from_float64_than_by_the_operators(name, by, monkeypatch):
+def test_attention_and_its_gradient_are_as_close_to_float64_as_operators(name, by, monkeypatch):
     joined, split, layout, grad = case(name)
     ours = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad)
     exact = both_ways(joined.double(), split, lambda heads: by_hand(*heads, layout.sequences), grad)
@@ -41,7 +41,7 @@ def test_attention_and_its_gradient_are_no_further_from_float64_than_by_the_oper
 
 
 @pytest.mark.parametrize("name", ["long, short and none", "a window"])
-def test_the_bits_depend_on_no_number_of_threads(name, by):
+def test_bits_do_not_depend_on_the_number_of_threads(name, by):
     joined, split, layout, grad = case(name)
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3):
@@ -54,7 +54,7 @@ def test_the_bits_depend_on_no_number_of_threads(name, by):
         assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
-def test_a_prompt_with_its_rows_has_the_bits_that_it_has_alone(by):
+def test_prompt_and_its_rows_have_the_same_bits_alone(by):
     joined, split, layout, grad = case("long, short and none")
     together = both_ways(joined, split, lambda heads: attend_packed(*heads, layout.sequences, by), grad)
     spans = [range(start, end) for start, end in zip([0, *layout.sequences.ends], layout.sequences.ends, strict=False)]
@@ -68,14 +68,14 @@ def test_a_prompt_with_its_rows_has_the_bits_that_it_has_alone(by):
         assert torch.equal(one[tokens], other)
 
 
-def test_heads_that_do_not_stand_side_by_side_are_read_as_well(by):
+def test_noncontiguous_heads_have_the_same_bits(by):
     joined, split, layout, grad = case("one row")
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in joined.split(split, 1)]
     [read, _] = both_ways(joined, split, lambda heads: attend_packed(*heads, layout.sequences, by), grad)
     assert torch.equal(read, attend_packed(*apart, layout.sequences, by))
 
 
-def test_without_a_gradient_the_same_is_read(by):
+def test_attention_is_the_same_without_gradient(by):
     joined, split, layout, grad = case("a window")
     [read, _] = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad)
     with torch.no_grad():
@@ -85,15 +85,15 @@ def test_without_a_gradient_the_same_is_read(by):
 @pytest.mark.parametrize(
     "heads", [noise(4, 2, 32), noise(4, 2, 320), noise(4, 2, 64, dtype=torch.float32), noise(4, 2, 64).half()]
 )
-def test_other_heads_are_read_by_operators(heads):
+def test_unsupported_heads_use_operators(heads):
     assert attention.find_attention_kernel(heads) is None
 
 
-# ---------------------------------------------------------------- no memory
+# ---------------------------------------------------------------- out of memory
 
 
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
-def test_no_memory_is_an_error_of_the_call(name, by):
+def test_out_of_memory_in_a_kernel_raises_memory_error(name, by):
     heads = tuple(noise(2, 1, 64) for _ in range(3))
     with pytest.raises(MemoryError, match="compute 2 tokens"):
         call_attention_kernel(
@@ -106,10 +106,10 @@ def test_no_memory_is_an_error_of_the_call(name, by):
         )
 
 
-# ---------------------------------------------------------------- the trial
+# ---------------------------------------------------------------- self-check
 
 
-def test_the_way_is_that_of_sampling():
+def test_attention_uses_amx_if_and_only_if_sampling_does():
     assert attention.load_attention_kernel()[0].uses_amx == fused_check.load_fused_kernel()[0].uses_amx
     assert [
         tiles
@@ -120,7 +120,7 @@ def test_the_way_is_that_of_sampling():
     ] == [attention.load_attention_kernel()[0].uses_amx]
 
 
-def test_where_no_way_has_the_bits_there_is_a_reason(monkeypatch):
+def test_failed_self_check_or_missing_compiler_returns_a_reason(monkeypatch):
     monkeypatch.setattr(native, "find_difference", lambda _: "attention")
     assert attention.load_attention_kernel.__wrapped__() == (
         None,

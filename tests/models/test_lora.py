@@ -1,4 +1,4 @@
-"""LoRA by our decoder, against peft on transformers' model: other code, the same numbers."""
+"""Tests of LoRA in the decoder against peft on the model of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from architectures import adapted, batch_of, model_of, plain_logprobs, sequences
-from conftest import CountDigits, character_tokenizer, mostly_slow, products_know_no_neighbours
+from conftest import CountDigits, character_tokenizer, mostly_slow, products_know_no_neighbors
 from pellucid.algorithm.batch import collate
 from pellucid.models import linear
 from pellucid.models.decoder import Decoder, project
@@ -34,7 +34,7 @@ CASES = [(family, targets) for family in FAMILIES for targets in TARGETS]
 
 
 def scatter(model):
-    """Give no part of an adapter the value that it begins with, 0 for B."""
+    """Set all weights of an adapter to random numbers: B is 0 at first."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -50,15 +50,15 @@ def policy_of(family, targets="all", **how):
 
 
 def plain_entropy(model, batch):
-    """[N], a row at a time, from all logits."""
+    """Return the entropies [N] from all logits, computed row by row."""
     rows = [model(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1) for ids, start in sequences(batch)]
     return torch.cat([-(log_probs.exp() * log_probs).sum(-1) for log_probs in rows])
 
 
 @pytest.mark.parametrize(("family", "targets"), mostly_slow(CASES, every=4))
 @pytest.mark.parametrize("sharded", [False, True])
-def test_scores_and_gradients_are_those_of_peft(family, targets, sharded):
-    """fp32; of weights that are gathered for each layer, too."""
+def test_scores_and_gradients_match_peft(family, targets, sharded):
+    """In fp32, with whole weights and with weights that are gathered for each layer."""
     policy, batch = policy_of(family, targets), batch_of()
     assert policy.decoder, policy.find_fallback_reason()
     expected = plain_logprobs(policy.model, batch)
@@ -90,7 +90,7 @@ def test_recomputing_layers_changes_no_bit_of_a_gradient(family):
 
 
 @pytest.mark.parametrize(("family", "targets"), mostly_slow(CASES, every=7))
-def test_what_is_sampled_has_the_log_probs_of_peft(family, targets):
+def test_sampled_log_probs_match_peft(family, targets):
     policy = policy_of(family, targets)
     groups = NativeSampler(8, policy).generate(CountDigits().sample(0, 3), Sampling(3, max_tokens=12, seed="0"))
     batch = collate(groups)
@@ -99,8 +99,8 @@ def test_what_is_sampled_has_the_log_probs_of_peft(family, targets):
     torch.testing.assert_close(batch.sampler_logprobs[batch.response_mask].float(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_adapter_that_is_disabled_or_merged_adds_nothing():
-    """To scores, to what is sampled, and to the sums that an exact KL begins with."""
+def test_disabled_or_merged_adapter_adds_nothing():
+    """It adds nothing to scores, to sampled log-probs, and to the scores of a reference."""
     policy, batch = policy_of("qwen2"), batch_of()
     plain = Policy(model_of("qwen2"), character_tokenizer())
     asked, sampling = CountDigits().sample(0, 3), Sampling(3, max_tokens=8, seed="0")
@@ -123,8 +123,8 @@ def test_an_adapter_that_is_disabled_or_merged_adds_nothing():
     torch.testing.assert_close(policy.score(batch).logprobs, whole[0], rtol=0, atol=1e-4)
 
 
-def test_an_optimizer_step_is_seen_by_the_next_pass():
-    """Fused optimizers change parameters without their versions."""
+def test_next_pass_uses_weights_of_the_optimizer_step():
+    """Fused optimizers change parameters without a new version."""
     policy, batch = policy_of("llama"), batch_of()
     before = policy.score(batch).logprobs
     before.sum().backward()
@@ -142,8 +142,8 @@ def test_an_optimizer_step_is_seen_by_the_next_pass():
 @pytest.mark.parametrize(
     "family", mostly_slow(("llama", "qwen2.5, heads of 64", "qwen3", "llama, heads of 64"), every=2)
 )
-def test_in_bf16_the_scorer_has_the_bits_of_the_sampler(family):
-    """As with whole weights: nothing but the last sum over the vocabulary differs."""
+def test_bf16_scorer_with_an_adapter_matches_the_sampler_bit_for_bit(family):
+    """Only the last sum over the vocabulary differs, as without an adapter."""
     policy = adapted(family, BF16)
     assert policy.decoder
     groups = NativeSampler(16, policy).generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=24, seed="0/0"))
@@ -151,14 +151,14 @@ def test_in_bf16_the_scorer_has_the_bits_of_the_sampler(family):
         batch = collate(some)
         gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.response_mask].abs()
         assert gap.mean() < 0.02
-        if products_know_no_neighbours():
+        if products_know_no_neighbors():
             assert gap.max() < 5e-6
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("family", mostly_slow(("llama", "qwen2", "llama, heads of 64"), every=3))
-def test_half_precision_is_about_as_far_off_as_that_of_transformers(family, dtype):
-    """From fp32 with the same rounded weights, in the mean: log-probs, and gradients of all matrices of the adapter."""
+def test_half_precision_is_about_as_close_to_fp32_as_transformers(family, dtype):
+    """This compares mean errors of log-probs and adapter gradients to fp32 with the same rounded weights."""
     batch, found = batch_of(), []
     for how in (torch.float32, dtype, "transformers"):
         narrow = adapted(family, dtype)
@@ -174,7 +174,8 @@ def test_half_precision_is_about_as_far_off_as_that_of_transformers(family, dtyp
         assert 0 < (ours[i] - exact[i]).abs().mean() < 1.3 * (theirs[i] - exact[i]).abs().mean()
 
 
-def test_a_scale_that_bf16_does_not_have_is_multiplied_before_b_is_rounded():
+def test_scale_is_multiplied_before_b_is_rounded():
+    """bf16 cannot represent the scale, 7 / 3."""
     layer = nn.Linear(32, 64, bias=False).to(BF16)
     wrapped = peft.get_peft_model(nn.Sequential(layer), peft.LoraConfig(r=3, lora_alpha=7, target_modules=["0"]))
     scatter(wrapped)
@@ -189,8 +190,8 @@ def test_a_scale_that_bf16_does_not_have_is_multiplied_before_b_is_rounded():
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_a_projection_is_that_of_the_merged_matrix(rows, dtype):
-    """Of several layers, some with an adapter, of different ranks."""
+def test_projection_matches_the_merged_matrix(rows, dtype):
+    """The matrix joins several layers. Some have an adapter, and their ranks differ."""
     layers = nn.ModuleList(nn.Linear(64, n, bias=False) for n in (32, 96, 64)).to(dtype)
     config = peft.LoraConfig(r=5, target_modules=["0", "2"], rank_pattern={"2": 9}, lora_alpha=4)
     wrapped = peft.get_peft_model(layers, config)
@@ -214,8 +215,8 @@ def test_a_projection_is_that_of_the_merged_matrix(rows, dtype):
 # ---------------------------------------------------------------- memory
 
 
-def test_the_base_is_in_memory_once():
-    """Joined matrices take the place of their parts; nothing else of the size of a matrix is kept."""
+def test_base_weights_are_in_memory_once():
+    """Joined matrices replace their parts. Nothing else of the size of a matrix is kept."""
     policy = adapted("llama", BF16)
     policy.score(batch_of())
     weights = policy.decoder.list_cast_weights()
@@ -229,7 +230,7 @@ def test_the_base_is_in_memory_once():
         )
 
 
-def test_an_input_is_not_kept_for_a_matrix_that_is_not_trained():
+def test_inputs_of_untrained_matrices_are_not_kept():
     kept = []
     policy, batch = policy_of("llama", "down"), batch_of()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -239,7 +240,7 @@ def test_an_input_is_not_kept_for_a_matrix_that_is_not_trained():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_matrices_that_are_gathered_and_not_trained_keep_no_input(trained):
+def test_gathered_matrices_keep_their_input_only_if_trained(trained):
     x, kept = torch.randn(5, 8, requires_grad=True), []
     parts = [nn.Parameter(torch.randn(n, 8), requires_grad=trained) for n in (4, 6)]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
@@ -250,7 +251,7 @@ def test_matrices_that_are_gathered_and_not_trained_keep_no_input(trained):
     assert all((p.grad is not None) == trained for p in parts)
 
 
-# ---------------------------------------------------------------- what goes by transformers
+# ---------------------------------------------------------------- fallbacks to transformers
 
 
 REFUSED = {
@@ -262,7 +263,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_an_adapter_of_another_kind_goes_by_transformers_and_says_why(reason):
+def test_unsupported_adapters_use_transformers_and_give_a_reason(reason):
     model = model_of("llama, biases")
     adapter = peft.get_peft_model(model, peft.LoraConfig(r=2, **REFUSED[reason]))
     policy = Policy(model, character_tokenizer(), adapter=adapter)
@@ -270,14 +271,14 @@ def test_an_adapter_of_another_kind_goes_by_transformers_and_says_why(reason):
     assert policy.decoder is None
 
 
-def test_two_adapters_go_by_transformers():
+def test_two_adapters_have_a_fallback_reason():
     model = model_of("llama")
     adapter = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     adapter.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert Policy(model, character_tokenizer(), adapter=adapter).find_fallback_reason() == "several adapters"
 
 
-def test_what_our_settings_make_is_computed_by_our_decoder():
+def test_adapters_of_our_settings_use_the_decoder():
     for targets in ((), ("q_proj",), ("gate_proj", "o_proj")):
         model = model_of("llama")
         policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 2, targets=targets))

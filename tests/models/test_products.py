@@ -1,4 +1,4 @@
-"""Products of many rows by AMX: rounded once, and each row with the bits that it has among few."""
+"""Tests of products by AMX: they are rounded once, and a row has the same bits among many rows as among few."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by(threads, multiply, *about):
 
 
 def among_few(x, weight, bias=None):
-    """F.linear, MANY rows at a time; oneDNN adds these up in one order where it has one thread."""
+    """Return F.linear of GEMM_BLOCK rows at a time: with one thread oneDNN sums these in one order."""
     few = [x[max(0, min(start, len(x) - GEMM_BLOCK)) :][:GEMM_BLOCK] for start in range(0, len(x), GEMM_BLOCK)]
     rows = torch.cat([by(1, F.linear, part, weight, bias) for part in few[:-1]] or [x[:0] @ weight.mT])
     last = by(1, F.linear, few[-1], weight, bias)
@@ -42,8 +42,8 @@ def among_few(x, weight, bias=None):
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
-def test_a_row_has_the_bits_that_it_has_among_few(n, outputs, width, threads):
-    """Threads share out outputs, or rows, or both."""
+def test_rows_have_the_same_bits_among_many_as_among_few(n, outputs, width, threads):
+    """Threads divide the outputs, the rows, or both."""
     x, weight, bias = noise(n, width), noise(outputs, width, seed=1), noise(outputs, seed=2)
     assert torch.equal(by(threads, apply_linear, x, weight), among_few(x, weight))
     assert torch.equal(by(threads, apply_linear, x, weight, bias), among_few(x, weight, bias))
@@ -51,14 +51,14 @@ def test_a_row_has_the_bits_that_it_has_among_few(n, outputs, width, threads):
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
-def test_the_gradient_of_inputs_is_the_product_with_what_is_turned(n, outputs, width, threads):
+def test_input_gradient_is_the_product_with_the_transposed_weight(n, outputs, width, threads):
     grad, weight = noise(n, outputs), noise(outputs, width, seed=1)
     assert torch.equal(by(threads, compute_input_gradient, grad, weight), among_few(grad, weight.mT.contiguous()))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
-def test_a_product_of_two_pairs_is_that_of_their_inputs_side_by_side(n, outputs, width, threads):
+def test_joined_product_equals_that_of_concatenated_inputs(n, outputs, width, threads):
     x, weight, bias = noise(n, width), noise(outputs, width, seed=1), noise(outputs, seed=2)
     z, b, a = noise(n, 64, seed=3), noise(outputs, 64, seed=4), noise(64, width, seed=5)
     joined = by(threads, apply_joined_linear, x, weight, bias, z, b)
@@ -71,8 +71,8 @@ def test_a_product_of_two_pairs_is_that_of_their_inputs_side_by_side(n, outputs,
 @pytest.mark.parametrize(
     "trained", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 )
-def test_a_product_has_the_gradients_of_its_operator(trained):
-    """Of weights that are not cast from masters: an engine's that shards them, or frozen ones."""
+def test_gradients_of_products_match_the_operator(trained):
+    """The weights are not cast from masters: an engine shards them, or they are frozen."""
     tensors = noise(40, 64), noise(96, 64, seed=1), noise(96, seed=2)
     grad, found = noise(40, 96, seed=3), []
     for multiply in (apply_linear, F.linear):
@@ -85,14 +85,14 @@ def test_a_product_has_the_gradients_of_its_operator(trained):
             torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.1)
 
 
-def test_rows_may_stand_among_others():
+def test_products_of_noncontiguous_rows_are_the_same():
     wide, weight = noise(50, 256), noise(64, 96, seed=1)
     assert torch.equal(apply_linear(wide[:, 32:128], weight), apply_linear(wide[:, 32:128].contiguous(), weight))
     turned = noise(96, 50)
     assert torch.equal(apply_linear(turned.mT, weight), apply_linear(turned.mT.contiguous(), weight))
 
 
-def test_others_are_multiplied_by_operators(monkeypatch):
+def test_unsupported_matrices_are_multiplied_by_operators(monkeypatch):
     monkeypatch.setattr(linear, "call_kernel", None)
     many = noise(40, 64)
     for x, weight in (
@@ -108,23 +108,23 @@ def test_others_are_multiplied_by_operators(monkeypatch):
     assert torch.equal(compute_input_gradient(wide, weight), wide @ weight)
 
 
-def test_rows_of_another_dtype_are_refused_as_by_the_operator():
-    """Their bits would be read as if they were bf16."""
+def test_rows_of_another_dtype_raise_as_in_the_operator():
+    """Otherwise their bits would be read as bf16."""
     with pytest.raises(RuntimeError, match="dtype"):
         apply_linear(noise(40, 64, dtype=torch.float32), noise(96, 64))
     with pytest.raises(RuntimeError, match="dtype"):
         compute_input_gradient(noise(40, 96, dtype=torch.float32), noise(96, 64))
 
 
-def test_no_memory_for_a_product_is_an_error_of_the_call(monkeypatch):
+def test_out_of_memory_in_a_product_raises_memory_error(monkeypatch):
     monkeypatch.setattr(linear, "call_kernel", lambda *_: 1)
     for multiply in (apply_linear, compute_input_gradient):
         with pytest.raises(MemoryError, match="a matrix of 64 x 64"):
             multiply(noise(40, 64), noise(64, 64))
 
 
-def test_with_amx_too_the_scorer_has_the_bits_of_the_sampler():
-    """Of many rows oneDNN adds inputs up in another order than of few: then it had not."""
+def test_scorer_with_amx_matches_the_sampler_bit_for_bit():
+    """By oneDNN it would not: it sums the inputs of many rows in another order than those of few."""
     sizes = {"hidden_size": 576, "intermediate_size": 1088, "num_attention_heads": 9, "num_key_value_heads": 3}
     config = LlamaConfig(vocab_size=1152, num_hidden_layers=2, attention_bias=True, mlp_bias=True, **sizes)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Every autograd.Function of the package reads each tensor that it saved once, and may be run backward twice.
+"""Tests that every autograd.Function of the package reads each saved tensor once and can run backward twice.
 
-`torch.utils.checkpoint` hands a saved tensor out once, and hooks such as `save_on_cpu` copy it each time.
+`torch.utils.checkpoint` returns a saved tensor once, and hooks such as `save_on_cpu` copy it each time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 
 def batch_of(rows: int = 4):
-    """Two groups with prompts and completions of several lengths, together more than 32 tokens."""
+    """Return two groups with prompts and completions of several lengths, together more than 32 tokens."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(n):
@@ -39,13 +39,13 @@ def batch_of(rows: int = 4):
 
 
 def sharded(policy: Policy) -> Policy:
-    """As an engine that shards parameters lets it read them: from where they stand, with no copy kept."""
+    """Make a policy read its parameters in place without cast copies, as engines do that shard parameters."""
     policy.decoder.disable_cast_copies()
     return policy
 
 
 def small(**how) -> Policy:
-    """Of a shape that operators compute."""
+    """Return a policy of a shape that operators compute."""
     torch.manual_seed(0)
     return Policy(tiny_llama(), character_tokenizer(), BF16, **how)
 
@@ -62,11 +62,11 @@ POLICIES = {
 
 
 def functions_of(package) -> set[str]:
-    """The names of all autograd.Functions that are defined in a package."""
+    """Return the names of all autograd.Functions that a package defines."""
     found = set()
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if module.name.rpartition(".")[2] != "__main__":
-            with suppress(ModuleNotFoundError):  # of an extra that is not installed
+            with suppress(ModuleNotFoundError):  # a module of an extra may not be installed
                 importlib.import_module(module.name)
     todo = [torch.autograd.Function]
     while todo:
@@ -78,7 +78,7 @@ def functions_of(package) -> set[str]:
 
 
 def nodes_below(x) -> set[str]:
-    """The names of all functions in the graph of a tensor."""
+    """Return the names of all functions in the graph of a tensor."""
     seen, todo = set(), [x.grad_fn]
     while todo:
         node = todo.pop()
@@ -100,7 +100,7 @@ def gradients(policy, loss, **how):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_each_saved_tensor_is_read_once_and_a_second_backward_pass_gives_the_same_bits(name):
+def test_saved_tensors_are_read_once_per_backward_pass_with_the_same_bits(name):
     policy, batch = POLICIES[name](), batch_of()
     expected = gradients(policy, loss_of(policy, batch))
     reads = []
@@ -112,7 +112,7 @@ def test_each_saved_tensor_is_read_once_and_a_second_backward_pass_gives_the_sam
     def unpack(packed):
         number, x = packed
         reads[number] += 1
-        return x.clone()  # as after a way to another device: another tensor each time
+        return x.clone()  # a new tensor each time, as after a copy to another device and back
 
     with saved_tensors_hooks(pack, unpack):
         loss = loss_of(policy, batch)
@@ -132,7 +132,7 @@ def test_recomputing_layers_changes_no_bit_of_a_gradient(name):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_every_function_is_in_one_of_these_graphs():
+def test_graphs_of_these_policies_have_every_function():
     reached = set().union(*(nodes_below(loss_of(make(), batch_of())) for make in POLICIES.values()))
     missing = functions_of(pellucid) - reached
     if attention.load_attention_kernel()[0] is None:
@@ -140,6 +140,6 @@ def test_every_function_is_in_one_of_these_graphs():
     assert not missing
 
 
-def test_the_models_of_these_tests_have_heads_that_kernels_compute():
+def test_models_of_these_tests_have_head_sizes_of_the_kernels():
     for make in AT_KERNEL_SHAPE.values():
         assert make().config.head_dim in attention.KERNEL_HEAD_SIZES

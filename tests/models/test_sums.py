@@ -1,4 +1,4 @@
-"""Gradients of weights by AMX: sums over tokens, unrounded."""
+"""Tests of weight gradients by AMX: sums over tokens are not rounded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(("n", "outputs", "width"), [(1, 32, 32), (33, 96, 64), (300, 1120, 96), (1100, 800, 832)])
-def test_sums_over_tokens_are_unrounded(n, outputs, width):
+def test_sums_over_tokens_are_not_rounded(n, outputs, width):
     grad, x = noise(n, outputs), noise(n, width, seed=1)
     exact, before = grad.double().mT @ x.double(), noise(outputs, width, seed=2, dtype=torch.float32)
     found = compute_weight_gradient(grad, x, torch.float32)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
-    for start in (0, 1):  # of a line of the cache, and not
+    for start in (0, 1):  # aligned to a cache line, and not
         into = torch.empty(16 + outputs * width)[start : start + outputs * width].view(outputs, width).copy_(before)
         assert compute_weight_gradient(grad, x, torch.float32, into) is into
         torch.testing.assert_close(into.double(), before + exact, rtol=1e-5, atol=1e-4)
@@ -36,20 +36,20 @@ def test_sums_over_tokens_are_unrounded(n, outputs, width):
 
 @pytest.fixture
 def unwritten_is_nan():
-    """Memory that nobody has written."""
+    """Fill new memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def test_sums_over_no_token_are_nothing(unwritten_is_nan):
+def test_sums_over_no_token_are_zero(unwritten_is_nan):
     grad, x, before = noise(0, 96), noise(0, 64), noise(96, 64, dtype=torch.float32)
     assert torch.equal(compute_weight_gradient(grad, x, torch.float32), torch.zeros(96, 64))
     assert torch.equal(compute_weight_gradient(grad, x, torch.float32, before.clone()), before)
 
 
-def test_where_no_token_weighs_all_gradients_are_nothing(unwritten_is_nan):
-    """As in a step whose groups are all dead, of which one row is kept."""
+def test_gradients_are_zero_if_all_tokens_weigh_zero(unwritten_is_nan):
+    """A step whose groups are all dead keeps one such row."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB + 4, num_hidden_layers=1, head_dim=64, **sizes))
@@ -72,7 +72,7 @@ def test_sums_have_the_same_bits_with_any_number_of_threads(outputs):
     assert torch.equal(found[0], found[2])
 
 
-def test_other_matrices_are_summed_by_operators(monkeypatch):
+def test_unsupported_matrices_are_summed_by_operators(monkeypatch):
     monkeypatch.setattr(linear, "call_kernel", None)
     for grad, x, wide in (
         (noise(4, 48), noise(4, 32), torch.float32),
@@ -85,7 +85,7 @@ def test_other_matrices_are_summed_by_operators(monkeypatch):
         assert torch.equal(compute_weight_gradient(grad, x, wide, once.clone()), once * 2)
 
 
-def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypatch):
+def test_gradients_of_a_model_are_closer_to_fp32_than_by_operators(monkeypatch):
     sizes = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=90, num_hidden_layers=2, head_dim=64, attention_bias=True, mlp_bias=True, **sizes)
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypat
     assert distances[0] < distances[1]
 
 
-def test_no_memory_for_sums_is_an_error_of_the_call(monkeypatch):
+def test_out_of_memory_in_a_sum_raises_memory_error(monkeypatch):
     monkeypatch.setattr(linear, "call_kernel", lambda *_: 1)
     with pytest.raises(MemoryError, match="a matrix of 32 x 64"):
         compute_weight_gradient(noise(2, 32), noise(2, 64), torch.float32)

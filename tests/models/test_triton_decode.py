@@ -1,4 +1,4 @@
-"""Triton's kernels of decode steps and of sampling, without a GPU: in Triton's interpreter, and as machine code."""
+"""Tests of Triton's decoding and sampling kernels without a GPU: in Triton's interpreter, and as machine code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(TIMEOUT)
-def test_kernels_compute_what_operators_compute():
+def test_kernels_match_operators():
     run_interpreted(Path(__file__).with_name("on_triton_decode.py"))
 
 
@@ -45,7 +45,7 @@ ATTENTION = {
 
 
 MAX_STACK_BYTES = 0 if Version(version("triton")) >= Version("3.7") else 8
-"""Triton 3.6, which torch 2.11 brings, spills two registers of heads of 64 and of 80 on an H100."""
+"""Triton 3.6, which torch 2.11 installs, spills two registers with heads of 64 and of 80 on an H100."""
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

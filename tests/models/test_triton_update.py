@@ -1,4 +1,4 @@
-"""Triton's kernels of an update, without a GPU: in Triton's interpreter, and as machine code."""
+"""Tests of Triton's update kernels without a GPU: in Triton's interpreter, and as machine code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.timeout(TIMEOUT)
-def test_kernels_compute_what_operators_compute():
+def test_kernels_match_operators():
     run_interpreted(Path(__file__).with_name("on_triton_update.py"))
 
 
 def norm_gradient(width):
-    """Of a sum and its norm."""
+    """Return a call of the gradient of a sum and its norm."""
     x, half = torch.zeros(3072, width), torch.zeros(3072, width, dtype=BF16)
     return lambda: triton_update.add_norm_backward(x, x[0], 1e-6, x, half)
 
@@ -37,7 +37,7 @@ def rotation(heads, size):
 
 
 def logit_work(gradients):
-    """Of the statistics and the gradient of logits, with an entropy and a KL or without."""
+    """Return a call of statistics and gradients of logits: of log-probs, of the entropy too (2), of a KL too (3)."""
     logits, tokens = ScaledLogits(torch.zeros(2, 151_936), 0.7), torch.zeros(2, dtype=torch.long)
     statistics = LogitStatistics(*torch.zeros(4, 2))
     weights = StatisticsGradients(*(torch.zeros(2) if i < gradients else None for i in range(3)))
@@ -73,5 +73,5 @@ def test_kernels_spill_nothing_and_read_and_write_many_bytes_at_once(act, archit
         assert not code.stack_bytes
         assert code.registers <= 168, "three blocks of 128 threads fit"
         assert code.count("LDG.E.128") + code.count("LDG.E.64") > 0, code.instructions
-        if launch.kernel is not triton_update.statistics_kernel:  # it writes a number a row
+        if launch.kernel is not triton_update.statistics_kernel:  # which writes one number per row
             assert code.count("STG.E.128") + code.count("STG.E.64") > 0, code.instructions

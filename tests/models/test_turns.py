@@ -1,4 +1,4 @@
-"""Rows of conversations in a decode batch, against a whole reading of each row by transformers."""
+"""Tests of conversations in a decode batch against transformers, which reads each row from its beginning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
 
 @torch.no_grad()
 def whole(model, rows):
-    """[n, V] logits behind each row, read from its beginning."""
+    """Return the logits [n, V] after each row, which is read from its beginning."""
     return torch.stack([model(torch.tensor([row])).logits[0, -1] for row in rows])
 
 
@@ -36,8 +36,8 @@ def close(logits, expected):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_rows_that_are_told_something_go_on_as_a_whole_reading_says(name):
-    """Some are told much, some little, some nothing; then they speak, each at its own place, and are told again."""
+def test_appended_tokens_match_a_forward_pass_over_the_whole_row(name):
+    """Rows get many, few or no tokens appended. Then they decode at their own positions, and get more appended."""
     model, batch, logits, rows = begun(name)
     close(logits, whole(model, rows))
     told = [[7, 8, 2, 2, 1, 0, 4, 4, 3, 9, 9, 1, 2, 3, 4, 5, 6, 1, 2], [5]]
@@ -52,10 +52,10 @@ def test_rows_that_are_told_something_go_on_as_a_whole_reading_says(name):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_rows_that_wait_are_afterwards_what_they_were(name):
+def test_rows_that_pause_keep_their_state(name):
     model, batch, _, rows = begun(name)
     speaks = torch.tensor([True, False, True, False])
-    for token in range(40):  # beyond the room that a cache begins with
+    for token in range(40):  # beyond the initial size of the cache
         append([rows[0], rows[2]], [[token % 9], [token % 7]])
         logits = batch.step(torch.tensor([rows[0][-1], 5, rows[2][-1], 6]), speaks)
         close(logits[speaks], whole(model, [rows[0], rows[2]]))
@@ -64,8 +64,8 @@ def test_rows_that_wait_are_afterwards_what_they_were(name):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_rows_make_room_and_come_back_with_what_they_had(name):
-    """Also where all rows of a prompt have left, and the prompt with them."""
+def test_evicted_rows_are_restored_with_their_state(name):
+    """All rows of one prompt leave, and the prompt leaves with them."""
     model, batch, _, rows = begun(name)
     append(rows, [[1, 2, 3], [4], [5, 6], [7]])
     append_tokens(batch, torch.arange(4), [[1, 2, 3], [4], [5, 6], [7]])
@@ -84,8 +84,8 @@ def test_rows_make_room_and_come_back_with_what_they_had(name):
     assert len(batch.prompt_lengths) == 2
 
 
-def test_a_prompt_of_the_same_tokens_is_another_prompt():
-    """Names tell prompts apart, not what they say."""
+def test_restored_row_finds_its_prompt_among_new_prompts():
+    """Prompts are told apart by their ids, not by their tokens."""
     model, batch, _, rows = begun("llama")
     [aside] = evict_rows(batch, [3])
     batch.keep_rows(torch.tensor([0, 1]))

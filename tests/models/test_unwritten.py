@@ -1,5 +1,6 @@
-"""Memory that nobody has written is NaN here: what is computed reads none of it. In a small process new memory is 0,
-and everything would seem well.
+"""Tests that results do not depend on uninitialized memory, which is NaN here.
+
+In a small process new memory is 0, and would hide such a fault.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def policy():
 
 @pytest.fixture
 def both_ways():
-    """What a function returns as usual, and where memory that nobody has written is NaN."""
+    """Yield a function that returns two results of its argument: as usual, and with uninitialized memory set to NaN."""
 
     def call(function):
         usual = function()
@@ -55,8 +56,8 @@ def both_ways():
 
 @pytest.mark.parametrize("every", [1, 7, 0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_are_the_same(policy, both_ways, shape, every):
-    """Of all tokens, of every seventh, and of none, as in a step whose groups are all dead."""
+def test_gradients_do_not_depend_on_uninitialized_memory(policy, both_ways, shape, every):
+    """All tokens have weight, every seventh, or none, as in a step whose groups are all dead."""
     batch = batch_of(*SHAPES[shape])
 
     def gradients():
@@ -74,7 +75,7 @@ def test_gradients_are_the_same(policy, both_ways, shape, every):
     assert any(x.any() for x in found.values()) == bool(every)
 
 
-def test_completions_are_the_same(policy, both_ways):
+def test_completions_do_not_depend_on_uninitialized_memory(policy, both_ways):
     prompts, sampling = CountDigits().sample(0, 5), Sampling(7, max_tokens=40, seed="0/0")
     sampler = NativeSampler()
     sampler.sync(policy, 0)

@@ -1,4 +1,4 @@
-"""Attention of rollouts as a GPU reads them, by a kernel that is written out here; test_cuda.py has the real one."""
+"""Tests of attention over packed sequences on a GPU, by a kernel in Python. test_cuda.py uses the real kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F64 = torch.float64
 
 
 def kernel(query, keys, values, by, window, beyond=0):
-    """Flash attention as torch describes it. The last query of a sequence stands at its last key."""
+    """Return flash attention as torch defines it: the last query of a sequence has the position of its last key."""
     assert by.query_offsets.dtype == by.key_offsets.dtype == torch.int32
     read = []
     for (begin, end), (first, last) in zip(
@@ -40,14 +40,14 @@ def kernel(query, keys, values, by, window, beyond=0):
 
 @pytest.fixture
 def there(monkeypatch):
-    """The kernel is used, and the C++ of a CPU is not."""
+    """Use `kernel`, and not the C++ kernel of the CPU."""
     monkeypatch.setattr(varlen, "run_flash", kernel)
     monkeypatch.setattr(score, "uses_flash", lambda device, dtype: True)
     monkeypatch.setattr(score, "find_attention_kernel", lambda query: None)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_told_what_each_token_reads(name, there):
+def test_kernel_gets_the_keys_that_each_token_reads(name, there):
     joined, split, layout, grad = case(name)
     joined = joined.detach().double().requires_grad_()
     found = both_ways(joined, split, lambda heads: attend_groups(heads, layout), grad.double())
@@ -57,8 +57,8 @@ def test_the_kernel_is_told_what_each_token_reads(name, there):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, monkeypatch):
-    """And makes no bias, which would be large where texts are long."""
+def test_scores_and_gradients_by_the_kernel_match_operators(name, there, monkeypatch):
+    """The kernel needs no attention bias, which would be large for long sequences."""
     found = []
     for by_kernel in (True, False):
         monkeypatch.setattr(score, "uses_flash", lambda *_, by_kernel=by_kernel: by_kernel)
@@ -76,7 +76,7 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
         assert (one - other).norm() <= 1e-12 * other.norm()
 
 
-def test_heads_that_do_not_fit_go_by_the_operators():
+def test_flash_supports_head_sizes_up_to_256_in_multiples_of_8():
     query = torch.zeros(4, 2, 64)
     assert varlen.supports_flash(query.shape[2])
     assert not varlen.supports_flash(60)
@@ -110,7 +110,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("attention", FAULTS, ids=lambda f: f.__name__)
-def test_the_trial_finds_what_is_wrong_with_a_kernel(attention, monkeypatch):
+def test_self_check_finds_faults_of_a_kernel(attention, monkeypatch):
     monkeypatch.setattr(varlen, "run_flash", attention)
     with torch.no_grad():
         fault = varlen.find_flash_fault.__wrapped__(CPU, torch.bfloat16)
@@ -118,8 +118,8 @@ def test_the_trial_finds_what_is_wrong_with_a_kernel(attention, monkeypatch):
     assert bool(fault) == bool(FAULTS[attention])
 
 
-def test_this_torch_has_the_operator_and_a_cpu_does_not_use_it():
-    """Its arguments by their names and places, in this version."""
+def test_torch_has_the_flash_operator_and_a_cpu_does_not_use_it():
+    """Its arguments have the names and positions that this version expects."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     names = [argument.name for argument in schema.arguments]
     assert names[:10] == [

@@ -1,4 +1,4 @@
-"""Where this machine can have what is compiled, it is used: where its trial fails, the tests of it are passed over."""
+"""Tests that a machine uses the compiled kernels that it supports. If a self-check fails, their tests are skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN = (
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="a CPU without AVX-512 for bfloat16")
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 @pytest.mark.parametrize("name", native.SELF_CHECKS)
-def test_what_is_compiled_has_the_bits_of_the_operators(name):
+def test_compiled_kernels_pass_their_self_checks(name):
     if name == "products" and not attention.load_attention_kernel()[0].uses_amx:
         pytest.skip("a CPU without AMX")
     found, why = native.SELF_CHECKS[name]()

@@ -1,12 +1,12 @@
-"""Puts one-line mistakes into copies of the package, one at a time, and reports whether the tests notice them.
+"""Put one-line mistakes into copies of the package, one at a time, and report whether the tests notice them.
 
-A mistake (a mutant) is an entry of a TOML file beside this one: the `function` ("algorithm/kl.py::k3", or a file alone
-for code outside functions), an expression `old` that appears there once, whatever its line breaks, the `new` one, what
-it `breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that cannot change any number
-says why in `equivalent`; it is run all the same, and must survive.
+A mistake (a mutant) is an entry of a TOML file in this folder: the `function` ("algorithm/kl.py::k3", or only a file
+for code outside functions), an expression `old` that appears there once, regardless of line breaks, its replacement
+`new`, the behavior it `breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that
+cannot change any number explains this in `equivalent`; it is run anyway, and must survive.
 
-The work tree is never touched. torch is imported once: each mutant is a fork that finds its own copy of the package
-first on its path. A mutant that hangs or crashes is noticed; one that cannot be compiled is a mistake in the list.
+The work tree is never changed. torch is imported once: each mutant is a fork with its own copy of the package first on
+its path. A mutant that hangs or crashes is noticed; one that cannot be compiled is an error in the list.
 
     make mutants ARGS='--jobs 4 --only kl.py'
 """
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENOUGH = 0.95
-"""The least share of mutants, equivalent ones not counted, that must be noticed."""
+"""The minimum share of mutants that must be noticed, not counting equivalent ones."""
 SHARED = (
     "pytest",
     "torch",
@@ -44,21 +44,21 @@ SHARED = (
     "rich.live",
     "tyro",
 )
-"""What takes long to import and starts no thread."""
+"""Modules that take long to import and start no threads."""
 
 
 PYTEST = 100
-"""Added to pytest's exit status, so that no other is taken for it: 0 all passed, 1 one failed, 2 an import failed."""
+"""Added to pytest's exit status to tell it from others: 0 all passed, 1 one failed, 2 an import failed."""
 
 
 class Mutant(NamedTuple):
     function: str
-    """File in src/pellucid, and behind `::` the dotted name of a function or class in it."""
+    """File in src/pellucid, followed after `::` by the dotted name of a function or class in it."""
     old: str
     new: str
     breaks: str
     tests: tuple[str, ...]
-    """As pytest takes them, in tests/; the likeliest to notice first."""
+    """Arguments for pytest, relative to tests/, starting with the likeliest to notice the mutant."""
     equivalent: str = ""
 
     @property
@@ -71,10 +71,10 @@ class Mutant(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tests of a copy of the package that have ended, or were ended."""
+    """A test run on a copy of the package that has ended or was killed."""
 
     status: int | None
-    """pytest's and PYTEST; negative for a signal, None for a run beyond its limit."""
+    """pytest's status plus PYTEST; negative for a signal, None for a run beyond its limit."""
     seconds: float
     output: str
 
@@ -100,14 +100,14 @@ def mutated(mutant: Mutant) -> str:
 
 
 def span_of(tree: ast.Module, text: str, name: str) -> tuple[int, int]:
-    """First character and end of a function or class by its dotted name; of the whole file if the name is empty."""
+    """Return start and end of a function or class by its dotted name, or of the whole file if the name is empty."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     node: Any = tree
     for part in filter(None, name.split(".")):
         named = [each for each in ast.walk(node) if isinstance(each, kinds) and each.name == part and each is not node]
         if not named:
             raise ValueError(f"there is no {name}")
-        node = named[-1]  # behind its overloads
+        node = named[-1]  # the last one comes after its overloads
     if node is tree:
         return 0, len(text)
     lines = text.splitlines(keepends=True)
@@ -116,7 +116,7 @@ def span_of(tree: ast.Module, text: str, name: str) -> tuple[int, int]:
 
 
 def fault(mutant: Mutant) -> str:
-    """Why it cannot be put in; empty where it can."""
+    """Return why the mutant cannot be inserted, or "" if it can."""
     try:
         compile(mutated(mutant), mutant.file, "exec")
     except (ValueError, SyntaxError, OSError) as error:
@@ -125,8 +125,8 @@ def fault(mutant: Mutant) -> str:
 
 
 def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
-    """Runs the tests on a copy of the package with a mistake in it, in this process; exits as pytest does."""
-    os.setsid()  # so that what the tests start can be ended with them
+    """Run the tests in this process on a copy of the package with the mutant, and exit with the status of pytest."""
+    os.setsid()  # processes that the tests start are killed with this one
     shutil.copytree(ROOT / "src/pellucid", copy / "pellucid", ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
         (copy / "pellucid" / mutant.file).write_text(mutated(mutant))
@@ -137,7 +137,7 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     options = ["-xq", "-m", "", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before the fork
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # for modules imported before the fork
     status = import_module("pytest").main([*options, *(f"tests/{test}" for test in tests)])
     assert Path(import_module("pellucid").__file__ or "").is_relative_to(copy), "another copy of the package was tested"
     sys.exit(PYTEST + int(status))
@@ -163,7 +163,7 @@ def in_forks(jobs: list[Job], at_once: int) -> Iterator[tuple[Job, Run]]:
                 running[process] = job, copy, 0.0
             before = time.monotonic()
             connection.wait([process.sentinel for process in running], timeout=1.0)
-            passed = min(time.monotonic() - before, 2.0)  # a machine that slept has not been hanging
+            passed = min(time.monotonic() - before, 2.0)  # a machine that was suspended has not been hanging
             for process, (job, copy, seconds) in list(running.items()):
                 running[process] = job, copy, seconds + passed
                 if late := process.is_alive() and seconds > job.limit_seconds:
@@ -176,7 +176,7 @@ def in_forks(jobs: list[Job], at_once: int) -> Iterator[tuple[Job, Run]]:
 
 
 def baseline(listed: list[Mutant], at_once: int) -> dict[str, float]:
-    """Seconds of each test that is named, which must pass on the package as it is."""
+    """Return the seconds of each named test, all of which must pass on the unchanged package."""
     seconds: dict[str, float] = {}
     tests = sorted({test for mutant in listed for test in mutant.tests})
     for job, run in in_forks([Job((test,), None, 1800.0) for test in tests], at_once):
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def summary(noticed: dict[Mutant, bool], faults: list[str]) -> int:
-    """Prints the table; the exit status."""
+    """Print the table and return the exit status."""
     print(f"\n{'file':28} mutants  equivalent  noticed")
     for file in [*sorted({mutant.file for mutant in noticed}), "all"]:
         own = [mutant for mutant in noticed if file in (mutant.file, "all")]

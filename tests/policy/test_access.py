@@ -1,4 +1,4 @@
-"""Revisions of a hub, from its cache laid out by hand; checkpoints that are Python code of their own; no network."""
+"""Tests of Hub revisions, from a cache laid out by hand, and of checkpoints with custom code; no network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEW = ["--algorithm.steps", 1, "--evaluate.every", 0, "--checkpoint.every", 1]
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The cache of a model with two revisions of different weights; the Hub itself cannot be reached."""
+    """Return the cache folder of a model whose two revisions have different weights; the Hub is offline."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     folder = tmp_path / "hub" / "models--some--tiny"
@@ -50,20 +50,20 @@ def same(one, two):
     return all(torch.equal(x, two[name]) for name, x in one.items())
 
 
-# ---------------------------------------------------------------- a revision
+# ---------------------------------------------------------------- revisions
 
 
 @pytest.mark.parametrize(
     ("asked", "revision"),
     [("", "main"), ("main", "main"), ("v1", "v1"), (COMMITS["v1"], "v1"), (COMMITS["main"], "main")],
 )
-def test_a_branch_a_tag_or_a_commit_is_what_is_loaded(hub, asked, revision):
+def test_revision_can_be_a_branch_tag_or_commit(hub, asked, revision):
     model, _ = load.load_pretrained(NAME, torch.float32, access=ModelAccess(asked))
     assert same(weights_of(hub, revision), model.state_dict())
     assert load.resolve_commit(NAME, ModelAccess(asked)) == COMMITS[revision]
 
 
-def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
+def test_config_and_tokenizer_come_from_the_same_revision(hub):
     snapshot = hub / "snapshots" / COMMITS["v1"]
     character_tokenizer("ab").save_pretrained(snapshot)
     config = json.loads((snapshot / "config.json").read_text())
@@ -78,8 +78,8 @@ def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
 
 
 @pytest.mark.slow
-def test_a_run_records_the_commit_and_goes_on_from_it_though_the_branch_has_moved(hub, recipe, tmp_path):
-    """Its adapter would otherwise be on another base from one step to the next."""
+def test_resume_uses_the_recorded_commit_after_the_branch_moves(hub, recipe, tmp_path):
+    """Otherwise the base of the adapter would change between two steps."""
     settings = ["--policy.model", NAME, "--policy.lora", 2, *FEW, "--optimizer.schedule", "constant"]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["policy"]["revision"] == COMMITS["main"]
@@ -90,7 +90,7 @@ def test_a_run_records_the_commit_and_goes_on_from_it_though_the_branch_has_move
 
 
 @pytest.mark.slow
-def test_a_name_for_the_recorded_commit_is_no_change_and_one_for_another_is(hub, recipe, tmp_path, capsys):
+def test_resume_accepts_only_names_of_the_recorded_commit(hub, recipe, tmp_path, capsys):
     settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     again = ["--resume", tmp_path / "run", "--algorithm.steps", 2]
@@ -99,8 +99,8 @@ def test_a_name_for_the_recorded_commit_is_no_change_and_one_for_another_is(hub,
     assert train(*again, "--policy.revision", "v1") == 0
 
 
-def test_the_reference_is_of_the_revision_too(hub, recipe, tmp_path):
-    """Its KL to the policy is 0 before the first step."""
+def test_reference_model_uses_the_same_revision(hub, recipe, tmp_path):
+    """The KL between policy and reference is 0 before the first step."""
     settings = ["--policy.model", NAME, "--policy.revision", "v1", "--algorithm.kl-coef", 0.1]
     once = ["--algorithm.epochs", 1, "--algorithm.minibatches", 1]
     assert train(recipe, "--run", tmp_path / "run", *settings, *once, *FEW) == 0
@@ -109,7 +109,7 @@ def test_the_reference_is_of_the_revision_too(hub, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, capsys):
+def test_eval_loads_revisions_and_refuses_unknown_ones(hub, recipe, tmp_path, capsys):
     settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert answered("eval", tmp_path / "run", "--show", 1) == 0
@@ -119,7 +119,7 @@ def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model_dir, capsys):
+def test_recipe_revision_applies_only_to_its_own_model(hub, recipe, model_dir, capsys):
     text = recipe.read_text()
     other = hub.parent / "models--some--other"
     shutil.copytree(hub, other)
@@ -134,7 +134,7 @@ def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
-def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
+def test_revision_of_a_local_model_is_refused(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
     monkeypatch.setattr(load, "_unpack_gguf_file", lambda _: Path(model_dir))
     monkeypatch.setattr(load, "_unpack_packaged_model", lambda _: Path(model_dir))
     (tmp_path / "m.gguf").write_bytes(b"")
@@ -144,7 +144,7 @@ def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, re
     assert line == f"pellucid: policy.revision = 'v1' is for models of a hub, and {name} is not one: omit it"
 
 
-# ---------------------------------------------------------------- code of its own
+# ---------------------------------------------------------------- custom code
 
 CONFIGURATION = """
 from pathlib import Path
@@ -170,11 +170,11 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture(params=["own", "llama"])
 def own(request, tmp_path, model_dir, monkeypatch):
-    """A checkpoint whose folder holds its code, of an architecture of its own or under the name of a known one."""
+    """Return a checkpoint folder that contains its own code, under a new or a known model type."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for module in [module for module in sys.modules if module.startswith("transformers_modules")]:
-        monkeypatch.delitem(sys.modules, module)  # of another test's cache
+        monkeypatch.delitem(sys.modules, module)  # left by another test
     folder, ran = Path(shutil.copytree(model_dir, tmp_path / f"own_{request.param}")), tmp_path / "ran"
     (folder / "configuration_own.py").write_text(CONFIGURATION.format(ran=str(ran), kind=request.param))
     (folder / "modeling_own.py").write_text(MODEL)
@@ -190,8 +190,8 @@ def ran(own):
 
 
 @pytest.mark.slow
-def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, recipe, tmp_path, capsys):
-    """Nobody is asked on the terminal. A name that transformers knows is computed by transformers."""
+def test_untrusted_code_never_runs(own, recipe, tmp_path, capsys):
+    """A new model type exits with one line and no prompt; a known one uses the class in transformers."""
     status = train(recipe, "--run", tmp_path / "run", "--policy.model", own, *FEW)
     assert not ran(own)
     if own.name == "own_llama":
@@ -211,7 +211,7 @@ def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, reci
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model(own, recipe, tmp_path, capsys, lora):
+def test_trusted_code_is_announced_trained_and_saved_with_the_model(own, recipe, tmp_path, capsys, lora):
     settings = ["--policy.model", own, "--policy.trust-remote-code", "--policy.lora", lora, *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     printed = capsys.readouterr().out
@@ -234,7 +234,7 @@ def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model
 
 
 def trusting(recipe, model_dir, model, name):
-    """A recipe like this one, which trusts the code of its model."""
+    """Write a copy of the recipe that uses this model and trusts its code; return its path."""
     text = (
         recipe.read_text().replace(str(model_dir), str(model)).replace("[policy]", "[policy]\ntrust_remote_code = true")
     )
@@ -243,8 +243,8 @@ def trusting(recipe, model_dir, model, name):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, capsys):
-    """Who asks another, and trusts it, says so on the command line."""
+def test_recipe_trust_applies_only_to_its_own_model(own, recipe, model_dir, capsys):
+    """Another model is trusted only if the command line says so."""
     other, itself = trusting(recipe, model_dir, model_dir, "a.toml"), trusting(recipe, model_dir, own, "b.toml")
     status = 2 if own.name == "own_own" else 0
     assert answered("eval", own, "--task", other, "--show", 1) == status
@@ -259,7 +259,7 @@ def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, 
 
 
 @pytest.mark.slow
-def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recipe, model_dir, tmp_path, capsys):
+def test_recorded_trust_of_a_run_overrides_the_recipe(own, recipe, model_dir, tmp_path, capsys):
     settings = ["--policy.model", own, "--policy.trust-remote-code", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert answered("eval", tmp_path / "run", "--task", recipe, "--show", 1) == 0
@@ -272,8 +272,8 @@ def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recip
     assert "runs with your permissions" not in capsys.readouterr().out
 
 
-def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
-    """As processes that share the weights save a model."""
+def test_save_config_also_saves_the_custom_code(own, tmp_path):
+    """Processes that shard the weights save a model this way."""
     trusted = policy.load_frozen_policy(str(own), torch.device("cpu"), torch.float32, 1.0, access=ModelAccess("", True))
     (tmp_path / "saved").mkdir()
     trusted.save_config(tmp_path / "saved")
@@ -291,7 +291,7 @@ def test_trusted_code_is_served(own, capsys):
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs with your permissions\n"
 
 
-def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_trusted(own, tmp_path, capsys):
+def test_run_with_unavailable_rewards_is_served_with_its_trusted_code(own, tmp_path, capsys):
     def nothing(completions, **columns):
         return [0.0] * len(completions)
 
@@ -308,13 +308,13 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
     )
 
 
-def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):
+def test_doctor_plan_announces_trusted_code(own, recipe, capsys):
     assert answered("doctor", "--plan", recipe, "--policy.model", own, "--policy.trust-remote-code") == 0
     assert "\n! policy.trust_remote_code: Python code of" in capsys.readouterr().out
 
 
-def test_another_model_than_the_policys_is_not_trusted_with_it(own, recipe, tmp_path, capsys):
-    """The student's questions are too long for it, which is found when it has been loaded."""
+def test_trust_in_the_policy_does_not_extend_to_another_student(own, recipe, tmp_path, capsys):
+    """Both commands exit with 2, since the questions are too long; this is noticed after the model is loaded."""
     command = ["prefixes", recipe, "--student", own, "--output", tmp_path / "p.json", "--n", 2]
     assert answered(*command, "--policy.trust-remote-code") == 2
     assert not ran(own)

@@ -1,4 +1,4 @@
-"""Adapters on every family: what is trained is what is saved, merged into its base."""
+"""Tests of adapters on every model family: training, saving, merging, and their settings."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tiny_families import checkpoint, model_of
 CPU = torch.device("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # raised by peft for fused experts
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba", "falcon_h1", "recurrent_gemma"])
 def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
-    """Fused experts have adapters in one another; a recurrent layer keeps a state of its last pass, with gradient."""
+    """Fused experts nest their adapters, and a recurrent layer keeps a state with gradient from its last pass."""
     checkpoint(name, tmp_path / "base")
     adapted = policy.load_policy(str(tmp_path / "base"), CPU, torch.float32, 1.0, lora_rank=2)
     with torch.no_grad():
@@ -47,9 +47,9 @@ def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # raised by peft for fused experts
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba"])
-def test_a_run_leaves_the_adapter_as_peft_loads_it_beside_the_merged_model(name, tmp_path, recipe):
+def test_run_saves_a_peft_adapter_beside_the_merged_model(name, tmp_path, recipe):
     base, run_dir = tmp_path / "base", tmp_path / "run"
     checkpoint(name, base)
     settings = ["--policy.model", base, "--policy.lora", 2, "--policy.lora-alpha", 8, "--algorithm.steps", 1]
@@ -74,7 +74,7 @@ def test_a_run_leaves_the_adapter_as_peft_loads_it_beside_the_merged_model(name,
         ("~/m", "", "{here}/m"),
     ],
 )
-def test_the_adapters_configuration_names_its_base_as_the_user_does(name, revision, named, tmp_path, monkeypatch):
+def test_adapter_config_names_its_base_and_revision(name, revision, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in ("a/m", "m", "smollm2-135m"):
@@ -87,14 +87,14 @@ def test_the_adapters_configuration_names_its_base_as_the_user_does(name, revisi
     assert (written["revision"], written["r"]) == (revision or None, 2)
 
 
-def test_a_model_in_half_precision_whose_stream_is_not_has_an_adapter(tmp_path):
+def test_adapter_works_on_a_bf16_model_with_an_fp32_residual_stream(tmp_path):
     """Mamba's residual stream is in fp32."""
     checkpoint("mamba", tmp_path)
     adapted = policy.load_policy(str(tmp_path), CPU, torch.bfloat16, 1.0, lora_rank=2)
     assert choose_sampler("native", 8, adapted)[1] == ""
 
 
-def test_what_peft_has_no_adapter_for_is_one_line(monkeypatch):
+def test_model_that_peft_refuses_raises_one_line(monkeypatch):
     def refuse(*_):
         raise ValueError("Target modules\nnot found")
 
@@ -103,7 +103,7 @@ def test_what_peft_has_no_adapter_for_is_one_line(monkeypatch):
         add_adapter(model_of("gpt2"), 2)
 
 
-def test_an_adapter_is_on_the_layers_that_are_named_and_weighed_as_told():
+def test_adapter_uses_the_given_targets_and_alpha():
     model = model_of("llama")
     add_adapter(model, 2, alpha=3.0, targets=("q_proj", "v_proj"))
     adapted = {path.rpartition(".")[2]: m for path, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -115,7 +115,7 @@ def test_an_adapter_is_on_the_layers_that_are_named_and_weighed_as_told():
         torch.testing.assert_close(layer(x) - layer.base_layer(x), 3.0 / 2 * low)
 
 
-def test_a_recipe_says_how_its_adapter_is_weighed_and_which_layers_have_one(recipe):
+def test_recipe_sets_the_alpha_and_targets_of_its_adapter(recipe):
     settings = ["--policy.lora", "2", "--policy.lora-alpha", "3", "--policy.lora-targets", "q_proj"]
     parts = build_components(load_config(recipe, settings))
     parts.close()
@@ -123,7 +123,7 @@ def test_a_recipe_says_how_its_adapter_is_weighed_and_which_layers_have_one(reci
     assert {name: module.scaling["default"] for name, module in adapted.items()} == {"q_proj": 1.5}
 
 
-def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
+def test_plan_counts_only_adapters_of_the_target_layers(tmp_path):
     checkpoint("llama", tmp_path)
     adapted = policy.load_policy(
         str(tmp_path), CPU, torch.float32, 1.0, lora_rank=2, lora_targets=("q_proj", "down_proj")
@@ -152,7 +152,7 @@ def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
         ),
     ],
 )
-def test_an_adapter_that_cannot_be_is_said(settings, said, tmp_path, capsys):
+def test_invalid_adapter_settings_are_refused(settings, said, tmp_path, capsys):
     checkpoint("llama", tmp_path / "model")
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[policy]\nmodel = "{tmp_path}/model"\n')

@@ -1,4 +1,4 @@
-"""Training in fp16: the loss is scaled so that small gradients do not round to 0, and less where they overflow."""
+"""Tests of fp16 training: the scale keeps small gradients from rounding to 0, and falls when they overflow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def policy_of(name, dtype, **settings):
 
 
 def gradient(policy, size, unscale=True):
-    """Of all that is trained, as one, divided by the size."""
+    """Return the gradient of all trained parameters as one vector, divided by the size."""
     learner = Runtime(policy, AdamWConfig(), total_updates=1)
     if unscale:
         learner.backward(weighted(policy, size))
@@ -54,8 +54,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_scaled_gradients_are_those_of_fp32_and_others_vanish(way):
-    """Nearer than those of bf16, whose rounding is eight times as coarse."""
+def test_scaled_gradients_match_fp32_and_unscaled_ones_vanish(way):
+    """They are closer than those of bf16, whose rounding is eight times as coarse."""
     exact = gradient(WAYS[way](torch.float32), VANISHING)
     scaled = off(gradient(WAYS[way](torch.float16), VANISHING), exact)
     assert scaled < 0.02
@@ -78,8 +78,8 @@ def step(learner, policy, size):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(monkeypatch, offload):
-    """It costs no weights, moments or step count of Adam, and is not counted among those that no scale could save."""
+def test_overflow_lowers_the_scale_and_skips_the_update(monkeypatch, offload):
+    """Weights, moments and Adam's step count do not change, and it does not count as a skip that no scale prevents."""
     monkeypatch.setattr(torch_engine, "GradScaler", starting_at(2.0**16))
     policy = adapted("llama", torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total_updates=9)
@@ -98,7 +98,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
 
 
 @pytest.mark.slow
-def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
+def test_scale_falls_until_it_fits_and_grows_again(monkeypatch):
     monkeypatch.setattr(torch_engine, "GradScaler", starting_at(2.0**40, interval=2))
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-5), total_updates=40)
@@ -113,7 +113,7 @@ def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
     assert {s["skipped"] for s in seen} == {0.0}
 
 
-def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
+def test_non_finite_loss_skips_the_update_and_keeps_the_scale():
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-2), total_updates=3)
     step(learner, policy, VANISHING)
@@ -128,8 +128,8 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
     assert (seen["skipped"], seen["skipped/overflow"], seen["loss_scale"]) == (0, 1, 2.0**16), "and is forgotten"
 
 
-def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
-    """Else the scale would fall until every gradient was 0, and the run would look idle."""
+def test_scale_of_one_is_never_lowered(monkeypatch):
+    """Otherwise the scale would fall until every gradient was 0, and the run would look idle."""
     monkeypatch.setattr(torch_engine, "GradScaler", starting_at(1.0))
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(), total_updates=3)
@@ -138,7 +138,7 @@ def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
         assert (seen["skipped"], seen["skipped/overflow"], seen["loss_scale"]) == (1, 0, 1.0)
 
 
-def test_a_gradient_of_zero_is_idle_in_fp16_too():
+def test_zero_gradient_is_idle_in_fp16_too():
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(weight_decay=0.1), total_updates=3)
     before = [p.detach().clone() for p in learner.engine.parameters.values()]
@@ -148,7 +148,7 @@ def test_a_gradient_of_zero_is_idle_in_fp16_too():
 
 
 def test_gradients_are_unscaled_before_they_are_clipped():
-    """With eps far above the moments a step of Adam has the size of its gradient, which is that of the limit."""
+    """With eps far above the moments, a step of Adam has the size of its gradient, which clipping limits."""
     moved = []
     for dtype in (torch.float32, torch.float16):
         policy = make_policy(dtype=dtype)
@@ -168,8 +168,8 @@ def test_gradients_are_unscaled_before_they_are_clipped():
 
 @pytest.mark.parametrize("sampler", [NativeSampler, HuggingFaceSampler])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_both_compute_in_fp16(name, sampler):
-    """Their gap is that of fp16 products; the log-probs are not those of fp32."""
+def test_sampler_and_scorer_compute_in_fp16(name, sampler):
+    """Their gap is that of fp16 products, and the log-probs differ from those of fp32."""
     policy = policy_of(name, torch.float16)
     drawing = sampler()
     drawing.sync(policy)
@@ -186,8 +186,8 @@ def test_both_compute_in_fp16(name, sampler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--policy.lora", 2, "--optimizer.offload"]], ids=["whole", "an adapter"])
-def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(recipe, tmp_path, monkeypatch, more):
-    """Found in the first steps, raised in the last: a run that is killed in between has the same metrics and bits."""
+def test_checkpoint_holds_the_scale_and_its_growth_counter(recipe, tmp_path, monkeypatch, more):
+    """The scale falls in the first steps and grows in the last; a run killed in between ends with the same bits."""
     monkeypatch.setattr(torch_engine, "GradScaler", starting_at(2.0**36, interval=3))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["--policy.dtype", "float16", "--checkpoint.every", 1, "--evaluate.every", 3, *more]
@@ -218,7 +218,7 @@ def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(r
 
 
 @pytest.mark.slow
-def test_a_run_may_go_on_in_fp16_and_leave_it_again(recipe, tmp_path):
+def test_resume_can_switch_to_fp16_and_leave_it_again(recipe, tmp_path):
     run_dir = tmp_path / "run"
     settings = ["--checkpoint.every", 1, "--evaluate.every", 0]
     assert train(recipe, "--run", run_dir, *settings, "--algorithm.steps", 1) == 0
@@ -248,8 +248,8 @@ Path(sys.argv[1], str(learner.rank)).write_text(json.dumps([seen, sums], allow_n
 
 
 @pytest.mark.slow
-def test_two_processes_agree_on_what_one_of_them_cannot_hold(tmp_path):
-    """An overflow, and then a loss that is not finite, in one of the two."""
+def test_two_processes_agree_on_an_overflow_or_nan_in_one_of_them(tmp_path):
+    """One of the two has an overflow, and later a loss that is not finite."""
     (tmp_path / "two.py").write_text(TWO)
     in_two_processes(tmp_path / "two.py", tmp_path)
     (one, sums), (other, others) = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
@@ -260,16 +260,16 @@ def test_two_processes_agree_on_what_one_of_them_cannot_hold(tmp_path):
     assert [s["loss_scale"] for s in one] == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- errors and warnings
 
 
-def test_fp16_weights_on_the_cpu_are_refused_in_one_line(recipe, tmp_path, capsys):
+def test_offload_with_fp16_is_refused_in_one_line(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", "--policy.dtype", "float16", "--optimizer.offload") == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
     assert line.startswith('pellucid: optimizer.offload keeps gradients in policy.dtype, and those of "float16"')
 
 
-def test_where_torch_cannot_scale_training_is_refused_in_one_line(recipe, tmp_path, capsys, monkeypatch):
+def test_fp16_without_scaling_in_torch_is_refused_in_one_line(recipe, tmp_path, capsys, monkeypatch):
     def unable(*_):
         raise NotImplementedError("'_amp_foreach_non_finite_check_and_unscale_' is not there\nfor this device")
 
@@ -281,7 +281,7 @@ def test_where_torch_cannot_scale_training_is_refused_in_one_line(recipe, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes_know_no_scale(dtype):
+def test_other_dtypes_report_no_scale(dtype):
     policy = make_policy(dtype=dtype)
     learner = Runtime(policy, AdamWConfig(), total_updates=1)
     assert step(learner, policy, 1.0).keys() == {"grad_norm", "lr", "skipped", "idle"}
@@ -289,8 +289,8 @@ def test_other_dtypes_know_no_scale(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("speed", "said"), [(0.02, True), (1.1, False)])
-def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys, monkeypatch, speed, said):
-    """Without such products of its own one takes fifty times as long."""
+def test_cpu_with_slow_fp16_prints_a_warning(recipe, tmp_path, capsys, monkeypatch, speed, said):
+    """A CPU without fp16 products of its own takes fifty times as long."""
     speeds = {torch.float32: 1.0, torch.float16: speed}
     monkeypatch.setattr(hardware, "measure_matmul_tflops", lambda dtype, **_: speeds[dtype])
     settings = ["--policy.dtype", "float16", "--evaluate.every", 0, "--algorithm.steps", 1]
@@ -300,7 +300,7 @@ def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, tmp_path, capsys, monkeypatch):
+def test_device_without_bf16_is_noted_by_train_and_doctor(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "describe_missing_bf16", lambda device: f"{device} has no bf16")
     settings = ["--evaluate.every", 0, "--algorithm.steps", 1]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
@@ -310,8 +310,8 @@ def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, 
     assert dict(doctor.collect_findings())["auto"].endswith("; cpu has no bf16")
 
 
-def test_no_machine_is_given_fp16_unasked(monkeypatch):
-    """Its range is too small for some models, and no scale helps their activations."""
+def test_auto_dtype_never_picks_fp16(monkeypatch):
+    """The range of fp16 is too small for some models, and no scale helps their activations."""
     monkeypatch.setattr(
         hardware, "measure_matmul_tflops", {torch.float16: 9.0, torch.bfloat16: 1.0, torch.float32: 1.0}.get
     )

@@ -1,4 +1,4 @@
-"""Special tokens that somebody has written are text; every other text has the ids that it always has."""
+"""Tests that special tokens written in messages are encoded as text, and that other texts keep their ids."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def asked(*contents, literal):
 @pytest.mark.model
 @pytest.mark.parametrize("kind", ["bytes", "smollm2"])
 @pytest.mark.parametrize("text", WRITTEN)
-def test_a_written_special_token_is_no_special_token(text, kind, tokenizers):
+def test_special_tokens_in_messages_are_encoded_as_text(text, kind, tokenizers):
     tokenizer = tokenizers[kind]
     ids, innocent = (encode_question(tokenizer, asked("Be.", some, literal=True)) for some in (text, "obey"))
     special = set(tokenizer.all_special_ids)
@@ -67,8 +67,8 @@ def test_a_written_special_token_is_no_special_token(text, kind, tokenizers):
 @pytest.mark.model
 @pytest.mark.parametrize("kind", ["bytes", "smollm2"])
 @pytest.mark.parametrize("text", [OBEY, "<|im_end|>", "  a<|im_start|><|im_end|>\n\nb"])
-def test_they_are_what_transformers_makes_of_them(text, kind, tokenizers):
-    """`sanitize_control_tokens` is the oracle, where transformers has it."""
+def test_special_tokens_in_messages_get_the_ids_of_transformers(text, kind, tokenizers):
+    """The reference is `sanitize_control_tokens`, if transformers has it."""
     if "sanitize_control_tokens" not in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
         pytest.skip("this transformers does not sanitize")
     tokenizer, prompt = tokenizers[kind], asked("Be.", text, literal=True)
@@ -87,7 +87,7 @@ def test_other_texts_have_the_ids_of_the_chat_template(text, kind, tokenizers):
     assert list(encode_question(tokenizer, prompt)) == theirs
 
 
-def test_so_they_are_in_the_arguments_of_calls_and_without_a_template():
+def test_special_tokens_are_text_in_call_arguments_and_without_a_template():
     tokenizer = bytes_of_chat()
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": ["<|im_end|>"]}}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -103,7 +103,7 @@ def test_so_they_are_in_the_arguments_of_calls_and_without_a_template():
 
 
 def unigram():
-    """It has its special tokens among its words, puts a space before each text, and BOS before a whole one."""
+    """Return a tokenizer with special tokens in its vocabulary, a space before each text and BOS before a prompt."""
     scores = [(word, -float(len(word) == 1)) for word in ["<s>", "</s>", "<unk>", "▁", *"abc</s>", "▁a"]]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -112,13 +112,13 @@ def unigram():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def test_a_special_token_that_is_a_word_of_the_vocabulary_is_spelled():
+def test_special_token_in_the_vocabulary_is_split_into_characters():
     tokenizer = unigram()
     assert 1 in tokenizer("</s>", split_special_tokens=True)["input_ids"]
     ids = encode_question(tokenizer, asked("ab</s>c", literal=True))
     assert [tokenizer.convert_ids_to_tokens(id) for id in ids[:8]] == ["<s>", "▁a", "b", "<", "/", "s", ">", "c"]
 
 
-def test_all_special_tokens_are_known():
+def test_get_special_tokens_returns_all_of_them():
     tokenizer = bytes_of_chat()
     assert get_special_tokens(tokenizer) == {"<|im_start|>", "<|im_end|>"}

@@ -1,4 +1,4 @@
-"""Chunked log-probs against plain log_softmax and autograd over all logits."""
+"""Tests of chunked log-probs against plain log_softmax and autograd over all logits."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_a
 
 @pytest.mark.parametrize("tokens_at_once", [1, 4, 100])
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
-def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
+def test_exact_kl_and_its_gradient_cover_the_whole_vocabulary(
     monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
 ):
-    """Both distributions at the temperature; log-probs and KL are asked for together, as a loss does."""
+    """Both distributions use the temperature; log-probs and KL are differentiated together, as in a loss."""
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * tokens_at_once)
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 29 * max(1, tokens_at_once // 2))
     hidden, weight, tokens = inputs
@@ -72,7 +72,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
     kl = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (every, other)))
     torch.testing.assert_close(ours[2], kl, rtol=0, atol=1e-12)
     upstream = torch.randn(2, 13, dtype=torch.float64)
-    upstream[0, ::3] = 0.0  # a dead group's tokens: their KL alone has a gradient
+    upstream[0, ::3] = 0.0  # tokens of a dead group: only their KL has a gradient
     pairs = (ours[0], ours[2]), (every[torch.arange(13), tokens], kl)
     mine, theirs = (torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in pairs)
     for one, two in zip(mine, theirs, strict=True):
@@ -86,7 +86,7 @@ def test_entropy_has_a_gradient_only_if_asked_for(inputs):
 
 
 def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
-    """The largest tensor that autograd keeps is a chunk's inputs, not [N, V]."""
+    """Autograd keeps no tensor larger than the inputs of a chunk, so none of shape [N, V]."""
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * 2)
     hidden, weight, tokens = inputs
     kept = []
@@ -97,8 +97,8 @@ def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
 
 
 @pytest.mark.parametrize("room", [0, 7, 16, 40], ids="room for {} tokens".format)
-def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkeypatch, room):
-    """Some tokens weigh nothing, and the gradient is asked for twice."""
+def test_saved_logits_give_the_same_results_as_recomputed_ones(monkeypatch, room):
+    """Some tokens have an upstream gradient of 0, and the gradient is computed twice."""
     hidden, weight = torch.randn(30, 32).bfloat16(), torch.randn(64, 32).bfloat16()
     tokens, of = torch.randint(64, (30,)), torch.randn(30)
     of[torch.tensor([0, 3, 4, 15, 16, 29])] = 0.0
@@ -119,13 +119,13 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
     kept = gradients(room)
     assert sum(products) == 30 + 24 + 24 - sum(of[:room] != 0)
     for found, expected in zip(kept, gradients(0), strict=True):
-        parted = found.shape == weight.shape and 0 < room < 30  # whose products of many tokens are rounded each
+        parted = found.shape == weight.shape and 0 < room < 30  # two rounded products make the head's gradient
         torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if parted else 0)
 
 
 @pytest.fixture
 def widens(monkeypatch):
-    """The head's product in fp32, as CUDA has it."""
+    """Emulate the head's product with fp32 output, as on CUDA."""
     for module in (logprobs, logprobs):
         monkeypatch.setattr(module, "supports_fp32_product", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: (x.double() @ y.double()).to(out_dtype))
@@ -133,10 +133,8 @@ def widens(monkeypatch):
 
 @pytest.mark.parametrize("room", [0, 7, 40], ids="room for {} tokens".format)
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 1.0, 0.0), (1.3, 0.5, 2.0)])
-def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
-    monkeypatch, widens, room, temperature, scale, softcap
-):
-    """And the products that are kept, of which a part is made again, take no more memory than narrow ones."""
+def test_fp32_head_product_rounds_only_the_gradient(monkeypatch, widens, room, temperature, scale, softcap):
+    """Saved products need no more memory than in half precision; the others are recomputed."""
     monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 2 * room * 64 or 2 * 64)
     monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 4 * 64)
     made, products, one = logprobs._count_saved_tokens, [], LMHead.project
@@ -160,7 +158,7 @@ def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
         assert (ours - theirs).norm() < 4e-3 * theirs.norm()
 
 
-def test_without_a_backward_pass_nothing_is_kept(monkeypatch):
+def test_no_products_are_saved_without_a_backward_pass(monkeypatch):
     asked = []
     made = logprobs._count_saved_tokens
     monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda weight, n: asked.append(n) or made(weight, n))
@@ -171,7 +169,7 @@ def test_without_a_backward_pass_nothing_is_kept(monkeypatch):
 
 
 def test_logits_are_reduced_in_fp32():
-    """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
+    """In bf16, a log-softmax over 4096 equal logits would be off in the second digit."""
     hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)
     logprob, entropy = compute_token_logprobs(hidden, LMHead(weight, weight), torch.tensor([7]))
     assert logprob.dtype == torch.float32
@@ -188,7 +186,7 @@ def test_logits_are_reduced_in_fp32():
     temperature=st.floats(0.1, 3.0),
     seed=st.integers(0, 999),
 )
-def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabulary, many, few, temperature, seed):
+def test_chunk_sizes_do_not_change_values_or_gradients(tokens, vocabulary, many, few, temperature, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = (
         torch.randn(n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (tokens, vocabulary)
@@ -206,8 +204,8 @@ def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabula
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_frozen_head_costs_no_gradient_of_its_own(inputs, trained):
-    """As that of a base with an adapter: logits twice, the gradient of hidden states, and that of a trained head."""
+def test_frozen_head_computes_no_weight_gradient(inputs, trained):
+    """The head below an adapter is frozen. Products: logits twice, the hidden gradient, a trained head's gradient."""
     hidden, weight, tokens = inputs
     weight.requires_grad_(trained)
     with FlopCounterMode(display=False) as counted:

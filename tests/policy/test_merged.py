@@ -1,4 +1,4 @@
-"""A LoRA adapter in half precision: what is saved, served and pushed to a sampler has the whole update."""
+"""Tests that a half-precision LoRA policy is saved, served and pushed with its whole update."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ BF16 = torch.bfloat16
 
 
 def step(adapted, size=1e-3):
-    """Move the adapter as a few steps of Adam do: B from 0, by about the learning rate."""
+    """Move the adapter about as far as a few Adam steps do: B from 0, by about the learning rate."""
     with torch.no_grad():
         for name, p in adapted.trainable().items():
             p.add_(torch.randn_like(p), alpha=size if "lora_B" in name else 0.0)
 
 
 def update_of(adapted):
-    """By the name of each adapted weight B A times its scale, in float64."""
+    """Return, by name, the update of each adapted weight: B A times its scale, in float64."""
     found = {}
     for path, module in adapted.model.named_modules():
         if hasattr(module, "lora_A"):
@@ -52,13 +52,13 @@ def update_of(adapted):
 
 
 def error_of(weights, base, update):
-    """The largest relative error of the update of a weight that is base + update."""
+    """Return the largest relative error of the update in weights that should be base + update."""
     assert update
     return max(((weights[n].double() - base[n].double() - u).norm() / u.norm()).item() for n, u in update.items())
 
 
 def mean_kl(p, q, ids):
-    """KL(p, q) in nats per token, both computed in fp32."""
+    """Return KL(p, q) in nats per token, with both models computed in fp32."""
     with torch.no_grad():
         p, q = (model.float().eval()(ids).logits.double().log_softmax(-1) for model in (p, q))
     return (p.exp() * (p - q)).sum(-1).mean().item()
@@ -71,11 +71,11 @@ def brevity(completions, **columns):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
-    """The base stays the rounded one that the policy was trained with."""
+    """The base is still the rounded one that the policy was trained with."""
     checkpoint("llama", tmp_path / "base")
     adapted = policy.load_policy(str(tmp_path / "base"), CPU, dtype, 1.0, lora_rank=2, offload_masters=narrow)
     step(adapted)
-    adapted.load_trainable({name: p.clone() for name, p in adapted.trainable().items()})  # masters, too
+    adapted.load_trainable({name: p.clone() for name, p in adapted.trainable().items()})  # also sets the masters
     adapted.save(tmp_path / "saved")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
@@ -84,10 +84,10 @@ def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
     assert {n for n, x in saved.state_dict().items() if not torch.equal(x, base[n].float())} == set(update_of(adapted))
 
 
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # raised by peft for fused experts
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_a_saved_adapter_is_separated_from_the_model_it_was_merged_into(name, tmp_path):
-    """To the bits of base and adapter, so that our decoder in bf16 has the log-probs of training."""
+def test_loading_separates_the_saved_adapter_from_the_merged_model(name, tmp_path):
+    """Base and adapter are restored bit for bit, so that our decoder in bf16 gives the log-probs of training."""
     checkpoint(name, tmp_path / "base")
     adapted = policy.load_policy(str(tmp_path / "base"), CPU, BF16, 1.0, lora_rank=2)
     step(adapted)
@@ -102,12 +102,12 @@ def test_a_saved_adapter_is_separated_from_the_model_it_was_merged_into(name, tm
     sampler.sync(adapted)
     torch.testing.assert_close(get_push_weights(frozen), get_push_weights(adapted), rtol=0, atol=0)
     batch = collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)))
-    if adapted.decoder:  # transformers' modules multiply by other weights than our decoder: those in fp32
+    if adapted.decoder:  # transformers' modules multiply by the fp32 weights, our decoder does not
         assert torch.equal(frozen.score(batch).logprobs, adapted.score(batch).logprobs)
 
 
 @pytest.mark.slow
-def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, monkeypatch):
+def test_every_exported_model_has_the_whole_update(recipe, tmp_path, capsys, monkeypatch):
     settings = {"lora": 2, "policy_dtype": "bfloat16", "evaluate_every": 0, "steps": 2, "optimizer_lr": 1e-4}
     run = pellucid.train(recipe=recipe, run=tmp_path / "run", **settings).finish()
     base = AutoModelForCausalLM.from_pretrained(run._cfg.policy.model, dtype=BF16)
@@ -144,7 +144,7 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [["--policy.lora", "2"], []], ids=["adapter", "whole"])
-def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_path):
+def test_model_is_saved_in_the_requested_dtype(settings, recipe, tmp_path):
     few = ["--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", "bfloat16"]
     assert train(recipe, "--run", tmp_path / "run", *settings, *few, "--policy.save-dtype", "float16") == 0
     assert find_run_dir(str(tmp_path / "run"))
@@ -156,7 +156,7 @@ def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_
 
 @pytest.mark.slow
 def test_a_merged_push_has_the_whole_update():
-    """Also pushed again, as to a server that comes back."""
+    """The last push imitates a server that has restarted."""
     model = copy_model(tiny_policy().model, BF16)
     adapted = Policy(model, character_tokenizer(), BF16, adapter=add_adapter(model, 3, 7.0))
     for p in adapted.trainable().values():
@@ -178,7 +178,7 @@ def test_a_merged_push_has_the_whole_update():
 
 @pytest.mark.slow
 def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
-    """The policy of 8 steps at the default learning rate, an adapter on the base in bf16 as peft puts it together."""
+    """The reference is the bf16 base with the adapter added by peft, after 8 steps at the default learning rate."""
     rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(9) for b in range(9)]
     settings = {"lora": 8, "dtype": "bfloat16", "steps": 8, "evaluate_every": 0, "checkpoint_every": 0}
     few = {"prompts_per_step": 2, "group_size": 2, "max_tokens": 6}

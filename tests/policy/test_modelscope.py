@@ -1,4 +1,4 @@
-"""Models of ModelScope: the folders where its package keeps them, and downloads by it; no network."""
+"""Tests of ModelScope models: the folders where its package keeps them, and downloads; no network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACES = {
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Empty, and without the package, as if that were not installed."""
+    """Return the path of an empty cache; the package cannot be imported, as if it were not installed."""
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, HIDDEN, None)
     return tmp_path / "cache"
@@ -44,12 +44,12 @@ def kept(model_dir, folder):
 
 
 class DownloadError(Exception):
-    """As the package has its own, unrelated to those of Python."""
+    """Stands in for the package's own error class, which extends Exception directly."""
 
 
 @pytest.fixture
 def package(cache, model_dir, monkeypatch):
-    """The two modules of it that are used; what was asked of it."""
+    """Replace the two modules that are used; return the list of requested downloads."""
     asked = []
 
     def snapshot_download(repository, revision=None, ignore_patterns=None):
@@ -67,19 +67,19 @@ def package(cache, model_dir, monkeypatch):
     return asked
 
 
-# ---------------------------------------------------------------- where they are
+# ---------------------------------------------------------------- locations
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_model_is_found_wherever_a_version_of_the_package_has_kept_it(cache, model_dir, place):
+def test_model_is_found_in_the_folders_of_every_package_version(cache, model_dir, place):
     folder = kept(model_dir, cache / PLACES[place])
     assert load.locate_model(NAME) == str(folder)
     assert load.load_tokenizer(NAME)("1+1=").input_ids == load.load_tokenizer(str(model_dir))("1+1=").input_ids
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_it_is_where_the_package_itself_finds_it(tmp_path, model_dir, place, monkeypatch):
-    """Asked for what is there alone, with no network; its own variable is read when it is imported."""
+def test_model_is_found_where_the_package_finds_it(tmp_path, model_dir, place, monkeypatch):
+    """The package uses local files only, and gets `cache_dir` since it reads its variable only at import."""
     package = pytest.importorskip(HIDDEN)
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
     folder = kept(model_dir, tmp_path / PLACES[place])
@@ -87,14 +87,14 @@ def test_it_is_where_the_package_itself_finds_it(tmp_path, model_dir, place, mon
     assert Path(found) == folder == Path(load.locate_model(NAME))
 
 
-def test_without_a_folder_of_ones_own_they_are_in_the_home(model_dir, monkeypatch, tmp_path):
+def test_default_cache_is_in_the_home_directory(model_dir, monkeypatch, tmp_path):
     monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     folder = kept(model_dir, tmp_path / ".cache" / "modelscope" / PLACES["1.22 to 1.37"])
     assert load.locate_model(NAME) == str(folder)
 
 
-def test_of_several_revisions_none_is_guessed(cache, model_dir):
+def test_ambiguous_revisions_are_not_guessed(cache, model_dir):
     for revision in ("v1.0.1", "v1.0.2"):
         kept(model_dir, cache / f"models/Some.One--Tiny-0.5B/snapshots/{revision}")
     with pytest.raises(UserError, match="is not in"):
@@ -102,7 +102,7 @@ def test_of_several_revisions_none_is_guessed(cache, model_dir):
 
 
 @pytest.mark.parametrize("missing", ["a shard", "all weights", "the configuration"])
-def test_a_download_that_was_cut_short_is_not_taken(cache, model_dir, tmp_path, missing):
+def test_incomplete_downloads_are_skipped(cache, model_dir, tmp_path, missing):
     folder = cache / PLACES["1.22 to 1.37"]
     if missing == "a shard":
         AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(folder, max_shard_size="20KB")
@@ -122,7 +122,7 @@ def test_a_download_that_was_cut_short_is_not_taken(cache, model_dir, tmp_path, 
 # ---------------------------------------------------------------- downloads
 
 
-def test_what_is_not_there_is_downloaded_by_the_package_once(package, cache, model_dir):
+def test_missing_model_is_downloaded_once(package, cache, model_dir):
     for _ in range(2):
         model, _ = load.load_pretrained(NAME, torch.float32)
     assert package == [("Some.One/Tiny-0.5B", None)]
@@ -130,7 +130,7 @@ def test_what_is_not_there_is_downloaded_by_the_package_once(package, cache, mod
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_revision_is_looked_for_where_it_can_be_and_downloaded_as_it_is_called(package, cache, model_dir):
+def test_missing_revision_is_downloaded_once_by_its_name(package, cache, model_dir):
     kept(model_dir, cache / PLACES["1.38 and later"])
     kept(model_dir, cache / PLACES["1.22 to 1.37"])
     v2 = ModelAccess("v2")
@@ -141,7 +141,7 @@ def test_a_revision_is_looked_for_where_it_can_be_and_downloaded_as_it_is_called
     assert load.resolve_commit(NAME, v2) == "", "its folder has no commit's name"
 
 
-def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
+def test_plan_and_tokenizer_download_no_weights(package, cache):
     assert memory.describe_model(PolicyConfig(NAME)).parameter_count > 0
     load.load_tokenizer(NAME)
     assert package == [("Some.One/Tiny-0.5B", list(load.WEIGHT_PATTERNS))], "once for both"
@@ -150,7 +150,7 @@ def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
     assert package[1:] == [("Some.One/Tiny-0.5B", None)]
 
 
-def test_what_the_package_says_is_told_in_one_line(package):
+def test_download_errors_are_reported_in_one_line(package):
     with pytest.raises(UserError) as told:
         load.locate_model("modelscope:No/Body")
     assert "cannot be downloaded (HTTP 404): fix the name or the connection" in str(told.value)
@@ -160,13 +160,13 @@ def test_what_the_package_says_is_told_in_one_line(package):
 @pytest.mark.parametrize(
     "name", ["modelscope:", "modelscope:Tiny", "modelscope:a/b/c", "modelscope:../b", "modelscope:a/"]
 )
-def test_what_is_no_name_is_refused(package, name):
+def test_malformed_names_are_refused(package, name):
     with pytest.raises(UserError, match=r"is called modelscope:OWNER/NAME$"):
         load.locate_model(name)
     assert not package
 
 
-# ---------------------------------------------------------------- the commands
+# ---------------------------------------------------------------- commands
 
 
 def commands(recipe, tmp_path):
@@ -184,7 +184,7 @@ def commands(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("command", commands("", Path()))
-def test_without_the_package_each_command_says_in_one_line_what_to_install(cache, recipe, tmp_path, capsys, command):
+def test_every_command_names_the_extra_if_the_package_is_missing(cache, recipe, tmp_path, capsys, command):
     assert answered(*commands(recipe, tmp_path)[command]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid: ")]
     assert line == (

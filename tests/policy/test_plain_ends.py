@@ -1,4 +1,4 @@
-"""End-of-sequence tokens that the tokenizer does not flag as special are no part of what was said."""
+"""Tests that end-of-sequence tokens not flagged as special are left out of decoded text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ END = CHARACTERS.index("k")
 
 @pytest.fixture
 def policy():
-    """Whose checkpoint names the letter k as an end, besides <eos>."""
+    """Return a policy whose checkpoint lists the letter k as an end token, besides <eos>."""
     model = tiny_llama()
     model.generation_config.eos_token_id = [END, len(CHARACTERS)]
     return Policy(model, character_tokenizer())
 
 
 @pytest.mark.parametrize("sampler", ["native", "hf"])
-def test_the_text_of_a_completion_has_no_end_in_it(policy, sampler):
+def test_completion_text_excludes_the_end_token(policy, sampler):
     sampling, _ = choose_sampler(sampler, 16, policy)
     sampling.sync(policy, 0)
     groups = sampling.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=40))
@@ -35,7 +35,7 @@ def test_the_text_of_a_completion_has_no_end_in_it(policy, sampler):
         assert completion.text == "".join(CHARACTERS[i] for i in completion.token_ids[:-1])
 
 
-def test_a_text_behind_a_prefix_has_no_end_in_it(policy):
+def test_text_after_a_prefix_excludes_the_end_token(policy):
     ids = [CHARACTERS.index(c) for c in "12k"]
     assert decode_completion(policy, ids[:1], ids[1:]) == "2"
     assert policy.decode(ids[:2]) == "12", "what does not end with it is whole"
@@ -44,14 +44,14 @@ def test_a_text_behind_a_prefix_has_no_end_in_it(policy):
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
-def test_a_turn_of_a_conversation_has_no_end_in_it(policy, tools):
+def test_conversation_turn_excludes_the_end_token(policy, tools):
     ids = [CHARACTERS.index(c) for c in "12k"]
     assert parse_turn(policy.tokenizer, ids, (), tools, policy.eos_ids).message["content"] == "12"
     assert parse_turn(policy.tokenizer, ids[:2], (), tools, policy.eos_ids).message["content"] == "12"
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
-def test_an_answer_of_the_service_has_no_end_in_it(policy, kind):
+def test_served_answer_excludes_the_end_token(policy, kind):
     asked = {"prompt": "1?"} if kind == "completions" else {"messages": [{"role": "user", "content": "1?"}]}
     with running(policy=policy) as (_, url):
         status, answer = post(f"{url}/v1/{kind}", {"model": "tiny", "n": 8, "max_tokens": 60, "seed": 1, **asked})

@@ -1,4 +1,4 @@
-"""Scoring against a token-by-token loop, with every kind of padding, precision and adapter."""
+"""Tests of scoring against a token-by-token loop, and of padding, precision, masters and adapters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batch_of(policy, n=3, size=3, max_tokens=10):
 
 
 def one_token_at_a_time(policy, batch):
-    """log pi(token | everything before it), a forward pass a token, nothing padded."""
+    """Return log pi(token | everything before it), from one forward pass per token without padding."""
     rows = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
     for b in range(len(batch)):
         context = list(batch.prompt_ids[int(batch.prompt_indices[b])])
@@ -62,8 +62,8 @@ def test_scores_equal_a_token_by_token_loop(architecture):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("make", [lambda: tiny_gpt2(dropout=0.5), lambda: tiny_llama(dropout=0.5)])
-def test_dropout_is_off_the_ratio_of_a_policy_to_itself_is_one(make, checkpointing):
-    """Of modules, and of attention, which has a number for it."""
+def test_scoring_turns_dropout_off(make, checkpointing):
+    """Dropout exists as modules and, in attention, as a number; the ratio of a policy to itself must be 1."""
     policy = Policy(make(), character_tokenizer(), gradient_checkpointing=checkpointing, engine="transformers")
     batch = batch_of(policy)
     policy.model.train()
@@ -93,7 +93,7 @@ def test_checkpointing_really_recomputes():
     assert len(calls) == 2
 
 
-def test_what_the_padding_holds_is_never_looked_at():
+def test_padding_content_does_not_affect_scores():
     policy = make_policy()
     batch = batch_of(policy, max_tokens=24, size=8)
     assert not bool(batch.response_mask.all())
@@ -101,7 +101,7 @@ def test_what_the_padding_holds_is_never_looked_at():
     torch.testing.assert_close(policy.score(replace(batch, response_ids=rubbish)), policy.score(batch), rtol=0, atol=0)
 
 
-def test_bf16_is_computed_in_and_fp32_is_kept():
+def test_bf16_policy_computes_in_bf16_and_keeps_fp32_gradients():
     fp32, bf16 = (make_policy("llama, heads of 64", dtype) for dtype in (torch.float32, torch.bfloat16))
     batch = batch_of(fp32)
     gap = (fp32.score(batch).logprobs - bf16.score(batch).logprobs).abs()
@@ -110,7 +110,7 @@ def test_bf16_is_computed_in_and_fp32_is_kept():
     assert {p.grad.dtype for p in bf16.trainable().values()} == {torch.float32}
 
 
-def test_transformers_samples_from_a_copy_in_the_compute_dtype_that_follows_the_weights():
+def test_inference_copy_has_the_compute_dtype_and_follows_the_weights():
     policy = make_policy(dtype=torch.bfloat16, engine="transformers")
     weights = policy.trainable()
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_transformers_samples_from_a_copy_in_the_compute_dtype_that_follows_the_
             p.data.add_(1.0)
 
 
-def test_every_eos_that_the_checkpoint_names_counts():
+def test_all_end_tokens_of_the_checkpoint_are_used():
     model = tiny_llama()
     model.generation_config.eos_token_id = [3, 5]
     assert Policy(model, character_tokenizer()).eos_ids == (3, 5, EOS)
@@ -147,7 +147,7 @@ def test_messages_pass_through_the_chat_template_and_strings_do_not():
     assert policy.decode(policy.encode(Prompt("p", "1+1?"))) == "1+1?"
 
 
-def test_an_unknown_trick_behind_the_head_is_refused():
+def test_unknown_change_of_the_logits_is_refused():
     model = tiny_llama()
     check_lm_head(model)
     plain = model.forward
@@ -164,7 +164,7 @@ def test_an_unknown_trick_behind_the_head_is_refused():
 
 @pytest.fixture(scope="module")
 def capped(tmp_path_factory):
-    """Gemma 2: logits behind a soft-cap that bends them."""
+    """Return a Gemma 2 checkpoint with logits large enough for its soft-cap to bend them."""
     config = Gemma2Config(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -192,7 +192,7 @@ def capped(tmp_path_factory):
     "settings", [{}, {"lora_rank": 2}, {"offload_masters": True}, {"lora_rank": 2, "offload_masters": True}], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
+def test_soft_cap_is_applied_in_every_dtype(capped, settings, dtype):
     policy = policy_module.load_policy(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
     group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((4, EOS), (-1.0, -1.0), "", True),) * 2)
     scored = policy.score(collate([group])).logprobs.detach()
@@ -202,8 +202,8 @@ def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [1.01, 0.99])
-def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, factor):
-    """Less than what rounding a soft-cap to bf16 does."""
+def test_one_percent_change_of_the_soft_cap_is_refused_in_every_dtype(capped, dtype, factor):
+    """This is less than the error of rounding a soft-cap to bf16."""
     model = AutoModelForCausalLM.from_pretrained(capped, dtype=dtype)
     check_lm_head(model)
     model.config.final_logit_softcapping *= factor
@@ -227,7 +227,7 @@ def test_a_reference_has_no_gradient(model_dir):
 
 
 def bytes_held(policy):
-    """Of parameters and of cast copies, each memory once."""
+    """Return the bytes of parameters and cast copies; shared memory counts once."""
     tensors = [*policy.weights().values(), *(part.get_cast_copy() for part in policy.decoder.list_cast_weights())]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
@@ -249,7 +249,7 @@ def test_a_frozen_policy_holds_its_matrices_once_and_scores_the_same_bits(dtype,
 
 
 def test_a_frozen_policy_of_transformers_modules_stays_in_fp32(model_dir):
-    """They read embeddings and norms as they are."""
+    """These modules use embeddings and norms in the dtype in which they are stored."""
     policy = policy_module.load_frozen_policy(
         str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, engine="transformers"
     )
@@ -257,13 +257,13 @@ def test_a_frozen_policy_of_transformers_modules_stays_in_fp32(model_dir):
 
 
 @pytest.mark.parametrize("settings", [{"dtype": torch.float32}, {"dtype": torch.bfloat16, "offload_masters": True}])
-def test_trained_weights_of_the_compute_dtype_are_not_copied_and_train_as_before(settings, model_dir, monkeypatch):
+def test_weights_in_the_compute_dtype_train_the_same_without_a_copy(settings, model_dir, monkeypatch):
     def trained(is_shared):
         policy = policy_module.load_policy(
             str(model_dir), torch.device("cpu"), settings["dtype"], 1.0, offload_masters="offload_masters" in settings
         )
         if not is_shared:
-            for p in policy.trainable().values():  # a view of a larger buffer, as an engine keeps it
+            for p in policy.trainable().values():  # a view of a larger buffer, as in an engine
                 p.data = torch.cat([p.data.flatten(), p.data.new_zeros(1)])[:-1].view(p.shape)
         runtime = Runtime(policy, AdamWConfig(lr=1e-2, offload="offload_masters" in settings), total_updates=2)
         for _ in range(2):
@@ -282,8 +282,8 @@ def test_trained_weights_of_the_compute_dtype_are_not_copied_and_train_as_before
 # ---------------------------------------------------------------- masters on the CPU
 
 
-def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, tmp_path):
-    """An optimizer step later too; the weights are what the masters round to."""
+def test_masters_keep_the_unrounded_weights_from_load_to_save(model_dir, tmp_path):
+    """This also holds after an optimizer step; the weights are the rounded masters."""
     exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     policy = policy_module.load_policy(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
     runtime = Runtime(policy, AdamWConfig(lr=1e-5, offload=True), total_updates=1)
@@ -305,11 +305,11 @@ def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, t
     runtime.step()
     with torch.no_grad():
         for p in exact.parameters():
-            p.sub_(1e-5)  # the first step of Adam has the size of the rate
+            p.sub_(1e-5)  # the first step of Adam has the size of the learning rate
     all_agree()
 
 
-def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
+def test_load_trainable_sets_the_masters_and_rounds_the_weights(model_dir):
     policy = policy_module.load_policy(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
     others = {name: torch.randn(p.shape) for name, p in policy.trainable().items()}
     policy.load_trainable(others)
@@ -318,7 +318,7 @@ def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
         assert torch.equal(p, others[name].to(p.dtype))
 
 
-def test_an_adapter_is_not_narrowed(model_dir):
+def test_adapter_weights_stay_in_fp32(model_dir):
     policy = policy_module.load_policy(
         str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, lora_rank=2, offload_masters=True
     )
@@ -326,11 +326,11 @@ def test_an_adapter_is_not_narrowed(model_dir):
     assert all(policy.masters()[name] is not p for name, p in policy.trainable().items())
 
 
-# ---------------------------------------------------------------- a prompt of no token
+# ---------------------------------------------------------------- empty prompts
 
 
-def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
-    """Its response was predicted from where the prompt before it ends."""
+def test_empty_prompt_is_refused_by_encode_and_collate():
+    """Otherwise its response would be predicted from the end of the prompt before it."""
     policy = make_policy()
     for prompt in (Prompt("train/7/0", ""), Prompt("train/7/0", "", prefix="1 + 1 =")):
         with pytest.raises(UserError, match="prompt train/7/0: it is empty"):
@@ -341,7 +341,7 @@ def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
         collate(groups)
 
 
-def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
+def test_begin_token_makes_an_empty_prompt_valid():
     policy = make_policy()
     policy.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="<eos> $A", special_tokens=[("<eos>", EOS)]
@@ -366,7 +366,7 @@ def test_lora_trains_the_adapter_and_nothing_else(lora):
     assert all("lora_" in name for name in names)
 
 
-def test_the_scale_of_an_adapter_does_not_go_by_its_rank():
+def test_adapter_scale_does_not_depend_on_the_rank():
     for rank in (1, 4):
         layers = [m for m in add_adapter(tiny_llama(), rank).modules() if hasattr(m, "lora_A")]
         assert {layer.scaling["default"] for layer in layers} == {2.0}
@@ -388,7 +388,7 @@ def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, 
     torch.testing.assert_close(LoraReference(lora).score(batch).logprobs, start, rtol=0, atol=0)
 
 
-def test_lora_without_its_library_names_the_extra(monkeypatch):
+def test_missing_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r'^policy.lora needs peft: pip install "pellucid\[lora\]"$'):
         add_adapter(tiny_llama(), 2)
@@ -422,8 +422,8 @@ def test_a_response_may_be_a_single_token():
     assert policy.score(collate([group])).logprobs.shape == (2, 1)
 
 
-def test_an_answer_ends_as_the_chat_template_ends_it():
-    """Of several end-of-sequence tokens: the template's, else the tokenizer's, else whichever there is."""
+def test_end_token_of_an_answer_follows_the_chat_template():
+    """The chat template's end token comes first, then the tokenizer's, then any other."""
     tokenizer = character_tokenizer()
     turn = tokenizer("k")["input_ids"][0]
     assert pick_end_token(tokenizer, (turn, EOS)) == EOS

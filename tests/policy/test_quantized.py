@@ -1,4 +1,4 @@
-"""Adapters on a base in 4-bit numbers, where bitsandbytes is installed."""
+"""Tests of adapters on a 4-bit base; most of them need bitsandbytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rollouts(learner):
 
 
 def dequantized(learner, folder):
-    """The same policy with the values that the 4-bit numbers stand for, in fp32."""
+    """Return the same policy with the dequantized values of its 4-bit weights, in fp32."""
     from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415 - not everywhere
 
     plain = adapted(folder, in_4bit=False)
@@ -59,8 +59,8 @@ def dequantized(learner, folder):
 
 @BITSANDBYTES
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-def test_log_probs_and_gradients_are_those_of_the_values_that_the_numbers_stand_for(name, tmp_path):
-    """Also behind passes without gradient, in which the library would pack its layers anew."""
+def test_log_probs_and_gradients_match_the_dequantized_weights(name, tmp_path):
+    """This also holds after passes without gradient, in which bitsandbytes would repack its layers."""
     checkpoint(name, tmp_path)
     learner = adapted(tmp_path)
     batch, plain = rollouts(learner), dequantized(learner, tmp_path)
@@ -74,7 +74,7 @@ def test_log_probs_and_gradients_are_those_of_the_values_that_the_numbers_stand_
 
 
 @BITSANDBYTES
-def test_the_numbers_have_four_bits_and_are_near_the_weights(tmp_path):
+def test_quantized_weights_have_four_bits_and_approximate_the_base(tmp_path):
     checkpoint("llama", tmp_path)
     learner, whole = adapted(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     values = dict(dequantized(learner, tmp_path).model.named_parameters())
@@ -88,8 +88,8 @@ def test_the_numbers_have_four_bits_and_are_near_the_weights(tmp_path):
 
 @BITSANDBYTES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_goes_on_to_the_same_bits_and_saves_a_whole_model_and_an_adapter(recipe, tmp_path, dtype, capsys):
-    """The model is the base as it is on disk, not its 4-bit numbers, with the adapter added in fp32."""
+def test_run_resumes_bit_for_bit_and_saves_a_whole_model_and_an_adapter(recipe, tmp_path, dtype, capsys):
+    """The saved model is the base as on disk, not its 4-bit weights, with the adapter added in fp32."""
     settings = [*IN_4BIT, *FEW, "--policy.dtype", dtype]
     assert train(recipe, "--run", tmp_path / "whole", *settings, "--algorithm.steps", 2) == 0
     assert "by transformers (an adapter on a 4-bit base)" in " ".join(capsys.readouterr().out.split())
@@ -113,8 +113,8 @@ def test_a_run_goes_on_to_the_same_bits_and_saves_a_whole_model_and_an_adapter(r
 
 @BITSANDBYTES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
-    """What it takes for the adapter's share of the base is the adapter's size, as without 4-bit numbers."""
+def test_plan_counts_the_bytes_that_are_held(tmp_path, recipe, dtype):
+    """The plan counts the parameters of the base alone; a loaded model also counts those of the adapter."""
     checkpoint("llama", tmp_path / "base")
     settings = ["--policy.model", str(tmp_path / "base"), *IN_4BIT, "--policy.dtype", dtype]
     cfg, learner = load_config(recipe, settings), adapted(tmp_path / "base", getattr(torch, dtype))
@@ -127,8 +127,8 @@ def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
     assert memory.estimate_training_state(loaded, cfg)["weights"] * 1e9 == pytest.approx(held + copied, rel=1e-6)
 
 
-def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
-    """On paper, without the library: a base of a tenth of the bytes, and no engine that would share it out."""
+def test_plan_for_4bit_weights_offers_only_ddp_without_offload(tmp_path, recipe, capsys):
+    """The plan needs no bitsandbytes. The weights take less than 0.3 of the memory, and no engine shards them."""
     for settings in (IN_4BIT, IN_4BIT[:2]):
         with pytest.raises(SystemExit) as ended:
             cli.main(["doctor", "--plan", str(recipe), "--policy.model", "recipes/shapes/qwen2.5-3b", *settings])
@@ -151,13 +151,13 @@ def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
     ],
     ids=["whole", "fsdp2", "deepspeed", "offload"],
 )
-def test_what_cannot_be_is_refused_in_one_line(recipe, tmp_path, settings, said, capsys, monkeypatch):
+def test_unsupported_settings_are_refused(recipe, tmp_path, settings, said, capsys, monkeypatch):
     monkeypatch.setattr(load, "check_bitsandbytes_installed", lambda: None)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 2
     assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_without_the_library_the_extra_is_named(recipe, tmp_path, capsys, monkeypatch):
+def test_missing_bitsandbytes_names_the_extra(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert train(recipe, "--run", tmp_path / "run", *IN_4BIT) == 2
     [line] = capsys.readouterr().err.splitlines()

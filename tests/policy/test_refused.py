@@ -1,4 +1,4 @@
-"""What is no causal language model is refused in one line, where its configuration shows it before weights are read."""
+"""Tests that models other than causal language models are refused in one line, from the configuration if possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def changed(folder, **settings):
 
 
 @pytest.mark.parametrize("name", BY_CONFIGURATION)
-def test_a_configuration_is_enough_to_be_refused(name, tmp_path, monkeypatch):
+def test_model_is_refused_from_its_configuration_alone(name, tmp_path, monkeypatch):
     checkpoint(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="is not a causal language model") as refused:
@@ -34,24 +34,24 @@ def test_a_configuration_is_enough_to_be_refused(name, tmp_path, monkeypatch):
     assert BY_CONFIGURATION[name] in str(refused.value)
 
 
-def test_a_body_without_its_head_is_not_given_a_random_one(tmp_path):
+def test_model_without_head_weights_is_refused(tmp_path):
     checkpoint("llama, without its head", tmp_path)
     with pytest.raises(UserError, match=r"has no weights for lm_head.weight, which LlamaForCausalLM needs"):
         load.load_pretrained(str(tmp_path), torch.float32)
 
 
-def test_a_head_that_is_the_embedding_is_not_missed(tmp_path):
+def test_tied_head_needs_no_weights_of_its_own(tmp_path):
     checkpoint("gpt2", tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert load.load_pretrained(str(tmp_path), torch.float32)
 
 
-def test_a_model_that_reads_what_is_to_come_is_none(tmp_path):
+def test_model_that_attends_to_later_tokens_is_refused(tmp_path):
     with pytest.raises(UserError, match="BertLMHeadModel attends to later tokens"):
         policy.check_lm_head(model_of("bert"))
 
 
-def test_a_model_that_cannot_be_scored_is_said_in_one_line():
+def test_model_that_cannot_be_scored_is_refused_in_one_line():
     model = model_of("gpt2")
     model.set_output_embeddings(torch.nn.Linear(5, 5))
     with pytest.raises(UserError, match=r"GPT2LMHeadModel cannot be scored here \(RuntimeError: .*\): not supported"):
@@ -67,7 +67,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_folder_that_does_not_fit_together_is_one_line(name, tmp_path, capsys):
+def test_inconsistent_checkpoint_exits_with_one_line(name, tmp_path, capsys):
     settings, said = MISFITS[name]
     checkpoint("llama", tmp_path / "model")
     changed(tmp_path / "model", **settings)
@@ -81,7 +81,7 @@ def test_a_folder_that_does_not_fit_together_is_one_line(name, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_are_damaged_are_one_line(tmp_path):
+def test_checkpoint_with_missing_weights_is_refused(tmp_path):
     checkpoint("llama", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: w for name, w in weights.items() if "layers.1" not in name}, tmp_path / "model.safetensors")

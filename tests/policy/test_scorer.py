@@ -1,4 +1,4 @@
-"""Heads that do something to logits, hidden states in the mean, and what a reference costs."""
+"""Tests of heads that transform their logits, mean hidden states, and tokens without a gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_a_head_does_to_its_logits_is_scored(name):
+def test_scores_include_the_logit_transforms_of_the_head(name):
     model, batch = HEADS[name]().eval(), batch_of()
     bias = model.get_output_embeddings().bias
     if bias is not None:
@@ -43,7 +43,7 @@ def test_what_a_head_does_to_its_logits_is_scored(name):
 
 
 @torch.no_grad()
-def test_the_mean_hidden_state_is_over_the_tokens_of_each_response():
+def test_mean_hidden_state_averages_the_tokens_of_each_response():
     policy, batch = make_policy(), batch_of()
     assert len(set(batch.response_mask.sum(-1).tolist())) > 3
     for layer in (0, 1, -1):
@@ -53,7 +53,7 @@ def test_the_mean_hidden_state_is_over_the_tokens_of_each_response():
             torch.testing.assert_close(measured[row], states[start:].mean(0), rtol=0, atol=1e-5)
 
 
-def test_the_reference_of_the_exact_kl_keeps_no_graph():
+def test_exact_kl_reference_keeps_no_autograd_graph():
     policy = make_policy()
     policy.set_kl_reference(make_policy(seed=3))
     hidden, _ = policy.scorer.compute_ref_hidden_states(batch_of())
@@ -70,8 +70,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_tokens_that_are_said_to_have_no_gradient_have_none(is_masked, settings):
-    """And those that have none by their weight, advantage or mask are said to have none."""
+def test_find_trained_tokens_covers_all_tokens_with_a_gradient(is_masked, settings):
+    """With the plain loss, the two sets of tokens are equal."""
     cfg, batch = GRPOConfig(**settings), batch_of()
     policy = make_policy(entropy_grad=bool(cfg.entropy_coef))
     policy.scorer.reference = make_policy().scorer if cfg.kl == "exact" else None

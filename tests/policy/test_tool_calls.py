@@ -1,4 +1,4 @@
-"""Calls of tools in what was sampled: every form by hand, what cannot be read, what is none, and TRL's reading."""
+"""Tests of parsing tool calls: every format, unreadable calls, prose, and agreement with TRL."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def ids_of(tokenizer, text):
 
 @pytest.fixture(scope="module")
 def marks():
-    """Where they are words of the vocabulary, special or not, and where they are spelled."""
+    """Return tokenizers that spell the marks, or have them as special or as plain added tokens."""
     words = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"]
     made = {"spelled": byte_tokenizer(), "special": byte_tokenizer(), "added": byte_tokenizer()}
     made["special"].add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
@@ -145,13 +145,13 @@ def test_calls_are_read_in_every_form(text, kind, marks):
 
 
 @pytest.mark.parametrize("text", PROSE)
-def test_prose_is_content_as_it_stands(text, marks):
+def test_prose_becomes_content_unchanged(text, marks):
     said = parse_turn(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
     assert said == PolicyTurn({"role": "assistant", "content": text})
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_what_cannot_be_read_is_said_in_a_line_and_never_raised(text, marks):
+def test_unreadable_calls_are_reported_in_one_line_and_never_raise(text, marks):
     for tokenizer in marks.values():
         said = parse_turn(tokenizer, ids_of(tokenizer, text), [], TOOLS)
         content, reasons = UNREADABLE[text]
@@ -176,8 +176,8 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_long_turns_are_read_in_a_time_that_grows_with_their_length(name, marks):
-    """What is quadratic in 200,000 characters does not come to its end in the time that a test has."""
+def test_long_turns_are_parsed_in_linear_time(name, marks):
+    """Quadratic time for 200,000 characters would exceed the time limit of a test."""
     tokenizer = marks["spelled"]
     said = parse_turn(tokenizer, ids_of(tokenizer, LONG[name]), [], TOOLS)
     assert len(said.unreadable_calls) <= 100
@@ -185,8 +185,8 @@ def test_long_turns_are_read_in_a_time_that_grows_with_their_length(name, marks)
 
 
 @pytest.mark.slow
-def test_a_call_that_is_nested_very_deep_is_unreadable_and_never_raised(marks):
-    """At each depth around that of Python's own limit."""
+def test_deeply_nested_calls_are_not_parsed_and_never_raise(marks):
+    """The depths lie around Python's recursion limit."""
     for depth in (100, 300, *range(900, 1010, 3)):
         for text in (
             '{"function": ' * depth + ADD + "}" * depth,
@@ -196,20 +196,20 @@ def test_a_call_that_is_nested_very_deep_is_unreadable_and_never_raised(marks):
             assert called(parse_turn(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)) == []
 
 
-def test_good_calls_stay_beside_bad_ones(marks):
+def test_valid_calls_are_kept_beside_unreadable_ones(marks):
     text = f"<tool_call>{{bad <tool_call>{ADD}</tool_call><tool_call>[]x</tool_call><tool_call>{LOOK}</tool_call>"
     said = parse_turn(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
     assert called(said) == [SUM, CAT]
     assert len(said.unreadable_calls) == 2
 
 
-def test_without_tools_nothing_is_looked_for(marks):
+def test_text_is_not_parsed_without_tools(marks):
     for text in READ:
         said = parse_turn(marks["added"], ids_of(marks["added"], text), [], ())
         assert said == PolicyTurn({"role": "assistant", "content": text})
 
 
-def test_a_thought_that_the_prompt_began_holds_no_call(marks):
+def test_calls_in_a_thought_opened_by_the_prompt_are_ignored(marks):
     tokenizer, thought = marks["added"], f"I could <tool_call>{LOOK}</tool_call>"
     context = tokenizer("Think!\n<think>\n")["input_ids"]
     said = parse_turn(tokenizer, ids_of(tokenizer, f"{thought}</think>\n{ADD}"), context, TOOLS)
@@ -235,8 +235,8 @@ def smollm2():
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(("template", "texts"), [("qwen3", QWEN), ("llama3_1", LLAMA)])
-def test_where_the_tokenizer_says_how_calls_are_written_it_is_read_as_trl_does(template, texts, smollm2):
-    """TRL's `add_response_schema` and `parse_response` are the oracle."""
+def test_tokenizer_with_a_response_schema_is_parsed_as_in_trl(template, texts, smollm2):
+    """The reference is TRL's `add_response_schema` and `parse_response`."""
     smollm2.chat_template = getattr(trl, f"{template}_chat_template")
     end = "<|im_end|>" if template == "qwen3" else "<|eot_id|>"
     tokenizer = trl.add_response_schema(smollm2)
@@ -255,7 +255,7 @@ def test_where_the_tokenizer_says_how_calls_are_written_it_is_read_as_trl_does(t
 
 
 @pytest.mark.model
-def test_what_transformers_cannot_read_is_read_here_or_said(smollm2):
+def test_calls_that_transformers_cannot_parse_are_read_or_reported(smollm2):
     smollm2.chat_template = trl.qwen3_chat_template
     tokenizer = trl.add_response_schema(smollm2)
     bad = tokenizer(f"<tool_call>{{bad}}</tool_call><tool_call>{ADD}</tool_call><|im_end|>")["input_ids"]
@@ -266,7 +266,7 @@ def test_what_transformers_cannot_read_is_read_here_or_said(smollm2):
     assert parse_turn(tokenizer, nameless, [], TOOLS).unreadable_calls == ("no name",)
 
 
-def test_its_response_template_is_told_what_stands_before_the_answer():
+def test_response_template_sees_the_end_of_the_prompt():
     tokenizer = byte_tokenizer()
     tokenizer.response_template = trl.qwen3_template
     context = tokenizer("<|im_start|>assistant\n<think>\n")["input_ids"]
@@ -275,7 +275,7 @@ def test_its_response_template_is_told_what_stands_before_the_answer():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5])
-def test_a_stop_string_is_cut_off_before_a_response_template_reads_an_answer(cut):
+def test_stop_string_is_cut_before_the_response_template_is_applied(cut):
     tokenizer = byte_tokenizer()
     tokenizer.response_template = trl.qwen3_template
     ids = ids_of(tokenizer, f"See.<tool_call>{ADD}</tool_call>" + "STOP!"[:cut])[:-1]
@@ -283,7 +283,7 @@ def test_a_stop_string_is_cut_off_before_a_response_template_reads_an_answer(cut
     assert parse_turn(tokenizer, ids, [], TOOLS, cut_characters=cut).message["content"] == "See."
 
 
-def test_the_end_is_no_content_where_a_response_template_forgets_it():
+def test_end_token_is_not_content_if_the_response_template_omits_it():
     tokenizer = byte_tokenizer()
     fields = {"content": {"content": "text"}}
     tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "a", "fields": fields}
@@ -291,7 +291,7 @@ def test_the_end_is_no_content_where_a_response_template_forgets_it():
     assert parse_turn(tokenizer, ids_of(tokenizer, "Yes.")[:-1], [], TOOLS).message["content"] == "Yes."
 
 
-def test_the_message_goes_through_json():
+def test_message_survives_a_json_round_trip():
     tokenizer = byte_tokenizer()
     message = parse_turn(tokenizer, ids_of(tokenizer, "[add(a=(1, 2), b={3: 4})]"), [], TOOLS).message
     assert json.loads(json.dumps(message)) == message

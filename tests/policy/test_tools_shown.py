@@ -1,4 +1,4 @@
-"""Tools in the question: as the chat template shows them, or in Hermes' form where it knows of none."""
+"""Tests of tools in the prompt: rendered by the chat template, or in the Hermes format if it does not support them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def text_of(template, *messages, tools=(ADD, LOOK), literal=False):
     )
 
 
-def test_a_template_that_knows_tools_shows_them_itself():
-    """transformers' rendering is the oracle."""
+def test_template_that_supports_tools_renders_them():
+    """The reference is transformers' own rendering."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = trl.qwen2_5_chat_template
     messages = [QUESTION, *TURNS]
@@ -56,7 +56,7 @@ def test_a_template_that_knows_tools_shows_them_itself():
 
 
 @pytest.mark.parametrize("literal", [False, True])
-def test_another_is_given_them_in_the_system_message(literal):
+def test_other_templates_get_tools_in_the_system_message(literal):
     text = text_of(CHATML, QUESTION, *TURNS, literal=literal)
     system, rest = text.split("\n[user]", 1)
     assert system.startswith("[system]You can call tools")
@@ -70,43 +70,43 @@ def test_another_is_given_them_in_the_system_message(literal):
     )
 
 
-def test_which_stands_behind_that_of_the_prompt():
+def test_tools_follow_the_system_message_of_the_prompt():
     own = {"role": "system", "content": "Be brief."}
     assert text_of(CHATML, own, QUESTION).startswith("[system]Be brief.\n\nYou can call tools")
     assert text_of(CHATML, own, QUESTION).count("[system]") == 1
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM, DROPS_SYSTEM])
-def test_or_in_the_first_message_where_there_may_be_none_of_the_system(template):
+def test_tools_go_into_the_first_message_without_system_messages(template):
     text = text_of(template, QUESTION)
     assert text.startswith("[user]You can call tools")
     assert text.endswith("</tool_response>.\n\n1 + 1?\n[assistant]")
 
 
-def test_without_a_template_they_are_lines():
+def test_tools_are_plain_lines_without_a_template():
     text = text_of(None, QUESTION, *TURNS)
     assert text.startswith("You can call tools")
     lines = text_of(CHATML, QUESTION, *TURNS).partition("[user]1 + 1?")[2]
     assert text.endswith("1 + 1?" + lines.replace("[assistant]", "").replace("[user]", ""))
 
 
-def test_what_is_shown_can_be_read_back():
+def test_rendered_calls_can_be_parsed_back():
     tokenizer = byte_tokenizer()
     spoken = text_of(CHATML, QUESTION, TURNS[0]).split("[assistant]")[1].rstrip("\n")
     assert parse_turn(tokenizer, tokenizer(spoken)["input_ids"], [], [ADD]).message == TURNS[0]
 
 
-def test_calls_of_tools_that_are_no_longer_there_are_shown_without_any():
+def test_calls_of_removed_tools_are_rendered_without_a_tool_list():
     template = "{% if tools is not none %}{{ tools }}{% endif %}" + CHATML
     assert "[tool]2" in text_of(template, QUESTION, *TURNS, tools=())
     assert "None" not in text_of(template, QUESTION, *TURNS, tools=())
     assert "[]" not in text_of(template, QUESTION, *TURNS, tools=())
 
 
-def test_a_question_without_tools_is_as_it_was():
+def test_prompt_without_tools_is_unchanged():
     assert text_of(CHATML, QUESTION, tools=()) == "[user]1 + 1?\n[assistant]"
 
 
-def test_a_string_has_no_place_for_tools():
+def test_string_prompt_with_tools_is_refused():
     with pytest.raises(UserError, match="prompt p has tools, and its text is a string: give messages"):
         encode_question(byte_tokenizer(), Prompt("p", "1 + 1?", tools=(ADD,)))

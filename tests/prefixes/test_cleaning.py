@@ -1,4 +1,4 @@
-"""What models wrote, cleaned and cut: mathematics stays, and points that end no sentence end none."""
+"""Test how generated text is cleaned and cut: math stays, and points inside a sentence do not end it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pellucid.prefixes.cleaning import clean_text, extract_thinking, take_first_
         ("half \ud83d a pair", "half a pair"),
         ("First. <|im_end|><|endoftext|></s>", "First."),
         ("|x| < 3 <| 4", "|x| < 3 <| 4"),
-        # What is not a label
+        # Text that is not a label
         ("I am thinking: is it 3?", "I am thinking: is it 3?"),
         ("The ratio 3:4 holds.", "The ratio 3:4 holds."),
         # Mathematics
@@ -41,14 +41,14 @@ from pellucid.prefixes.cleaning import clean_text, extract_thinking, take_first_
         ("2**3 is 8, * 1,080.50", "2**3 is 8, * 1,080.50"),
     ],
 )
-def test_what_is_cleaned(text, cleaned):
+def test_clean_text_removes_markup_and_keeps_math(text, cleaned):
     assert clean_text(text) == cleaned
     assert clean_text(cleaned) == cleaned
 
 
 @pytest.mark.parametrize("text", ["." * 300_000 + "x", "?!" * 150_000 + "x", ". " * 150_000, "." + " " * 300_000 + "="])
 def test_a_hostile_text_is_cut_in_linear_time(text):
-    """In quadratic time the first ones would take many minutes."""
+    """In quadratic time the first texts would take many minutes."""
     assert text.startswith(take_first_sentences(text, 2))
     assert clean_text(text)
 
@@ -77,7 +77,7 @@ def test_a_hostile_text_is_cut_in_linear_time(text):
         ("", "", ""),
     ],
 )
-def test_where_sentences_end(text, first, two):
+def test_first_sentences_end_at_sentence_boundaries(text, first, two):
     assert take_first_sentences(text, 1) == first
     assert take_first_sentences(text, 2) == two
     assert take_first_sentences(text, 100) == text
@@ -96,7 +96,7 @@ def test_where_sentences_end(text, first, two):
         ("<Thought>3 and 4.</Thought> So 7.", "3 and 4."),
     ],
 )
-def test_the_answer_is_no_part_of_the_thinking(text, thought):
+def test_thinking_excludes_the_answer(text, thought):
     assert clean_text(extract_thinking(text)) == thought
 
 
@@ -107,7 +107,7 @@ def test_tokens_are_counted_by_the_tokenizer():
     assert take_first_tokens("12 + 34", 7, tokenizer) == take_first_tokens("12 + 34", 99, tokenizer) == "12 + 34"
 
 
-def test_half_a_character_is_no_text():
+def test_half_a_character_is_dropped():
     class Bytes:
         def __call__(self, text, add_special_tokens):
             return {"input_ids": list(text.encode())}

@@ -1,4 +1,4 @@
-"""`pellucid prefixes` against a real service behind a proxy that misbehaves, killed and started again."""
+"""Test `pellucid prefixes` with a real service behind a faulty proxy, including kills and resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from proxies import KEY, proxied, says
 from serving import running
 
 POSITIONS = 512
-"""The instruction alone has 170 characters, which are tokens here."""
+"""The instruction alone has 170 characters, and each character is a token here."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def wide_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service():
-    """Its model never ends at once: an empty answer would be asked again, and requests are counted here."""
+    """Serve a model without EOS: an empty answer would be requested again, and the tests count requests."""
     torch.manual_seed(0)
     policy = Policy(tiny_llama(positions=POSITIONS), character_tokenizer())
     policy.eos_ids = (-1,)
@@ -73,7 +73,7 @@ def status(arguments):
 
 
 def entries(output):
-    """Whole lines of the file behind the settings."""
+    """Return the complete lines of the file after the settings."""
     return [json.loads(line) for line in output.read_bytes().split(b"\n")[1:-1]] if output.exists() else []
 
 
@@ -82,7 +82,7 @@ def header(output):
 
 
 def rows_of(output):
-    """Each question in the order of the file, with its prefixes."""
+    """Return each question with its prefixes, in the order of the file."""
     rows = {}
     for entry in entries(output):
         row = {"question": entry["question"], "answer": entry["answer"], "teacher": [], "student": []}
@@ -91,7 +91,7 @@ def rows_of(output):
 
 
 def check_whole(output, recipe, n=6, **sources):
-    """Every question once and in the task's order, with as many prefixes of each source as were asked for."""
+    """Check that each question appears once, in the task's order, with all prefixes of each source. Return the rows."""
     rows = rows_of(output)
     assert list(header(output)) == ["settings", "complete"]
     assert header(output)["complete"]
@@ -111,9 +111,9 @@ def check_whole(output, recipe, n=6, **sources):
 
 @pytest.fixture(scope="module")
 def served(wide_dir):
-    """`pellucid serve` as one types it; where it says it is."""
+    """Run `pellucid serve` from its command line and yield the URL that it prints."""
     command = ["-m", "pellucid", "serve", wide_dir, "--port", "0", "--name", "tiny"]
-    command += ["--dtype", "float32"]  # as the recipe has it
+    command += ["--dtype", "float32"]  # the dtype of the recipe
     heard, told = os.pipe()
     process = Forked(*command, stdout=told)
     os.close(told)
@@ -128,8 +128,8 @@ def served(wide_dir):
 
 
 @pytest.mark.slow
-def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_student(served, recipe, wide_dir, tmp_path):
-    """Without chance: over HTTP, in the company of other requests, and in this process."""
+def test_served_teacher_answers_like_the_same_model_as_a_student(served, recipe, wide_dir, tmp_path):
+    """Both are greedy. The teacher answers over HTTP in a batch of requests, the student in this process."""
     output = tmp_path / "prefixes.jsonl"
     assert status(command(recipe, output, served, student=wide_dir, temperature=0, per_question=2)) == 0
     held = check_whole(output, recipe, teacher=2, student=2)
@@ -139,7 +139,7 @@ def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_stud
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, recipe, wide_dir, tmp_path):
+def test_training_continues_prefixes_of_a_teacher_and_a_student(served, recipe, wide_dir, tmp_path):
     output, run_dir = tmp_path / "prefixes.jsonl", tmp_path / "run"
     recipe.write_text(
         f'[policy]\nmodel = "{wide_dir}"\ndtype = "float32"\n[task]\nname = "prefixed"\nfile = "{output}"\n'
@@ -159,11 +159,11 @@ def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, re
     assert all(step["prefix/share"] > 0 and step["prefix/nll"] > 0 for step in steps)
 
 
-# ---------------------------------------------------------------- an endpoint that misbehaves
+# ---------------------------------------------------------------- a faulty endpoint
 
 
 @pytest.mark.slow
-def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_time(service, recipe, tmp_path):
+def test_every_question_is_answered_when_a_third_of_requests_fail(service, recipe, tmp_path):
     output, often = tmp_path / "out" / "prefixes.jsonl", {1: "500", 4: "drop", 8: "500"}
     special = {2: "stall", 5: "429 1", 7: "empty", 9: "empty", 13: "garbage"}
 
@@ -171,7 +171,7 @@ def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_tim
         return special.get(number) or often.get(number % 10, "")
 
     with proxied(service, fault) as proxy:
-        # What stalls does so until all is done: to wait for it would be to wait for ever.
+        # A stalled request lasts until the proxy closes, so the command must not wait for it.
         assert status(command(recipe, output, proxy.url, timeout=1, n=8)) == 0
         assert all(proxy.count(what) for what in ("500", "drop", "stall", "429 1", "empty", "garbage"))
     check_whole(output, recipe, n=8, teacher=3)
@@ -188,14 +188,14 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_one_odd_answer_among_good_ones_is_asked_again(odd, service, recipe, tmp_path):
+def test_malformed_answer_is_requested_again(odd, service, recipe, tmp_path):
     with proxied(service, lambda number, body: json.dumps(odd) if number == 1 else "") as proxy:
         assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=2, per_question=2)) == 0
         assert len(proxy.seen) == 5
     check_whole(tmp_path / "p.jsonl", recipe, n=2, teacher=2)
 
 
-def test_an_answer_in_parts_is_read_without_its_thinking(service, recipe, tmp_path):
+def test_answer_in_parts_is_used_without_its_thinking(service, recipe, tmp_path):
     parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "First "}, {"type": "text", "text": "add."}]
     body = json.dumps({"choices": [{"message": {"role": "assistant", "content": parts}}]})
     with proxied(service, lambda number, _: body) as proxy:
@@ -204,7 +204,7 @@ def test_an_answer_in_parts_is_read_without_its_thinking(service, recipe, tmp_pa
     assert row["teacher"] == ["First add."]
 
 
-def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service, tmp_path):
+def test_messages_are_those_of_the_task_plus_the_instruction(service, tmp_path):
     recipe = tmp_path / "own.toml"
     recipe.write_text('[task]\nname = "expected"\nsystem = "Be brief."\n')
     with proxied(service) as proxy:
@@ -222,7 +222,7 @@ def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service,
 
 
 @pytest.mark.slow
-def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
+def test_client_waits_as_long_as_retry_after_asks(service, recipe, tmp_path):
     with proxied(service, lambda number, body: "429 1" if number == 0 else "") as proxy:
         assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, n=1, per_question=1)) == 0
         (first, _), (second, _) = proxy.seen
@@ -240,7 +240,7 @@ def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
     ],
     ids=["nested", "key", "long", "gzip", "elsewhere"],
 )
-def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monkeypatch):
+def test_answers_of_a_teacher_are_limited_and_redacted(status, body, headers, kind, told, monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_ANSWER_BYTES", 100_000)
     monkeypatch.setenv("TEACHER_KEY", KEY)
 
@@ -261,12 +261,12 @@ def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(service, recipe, tmp_path, capsys):
+def test_failed_requests_stop_no_others_and_only_they_are_repeated(service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.jsonl"
     first, hopeless, *_ = [prompt.question for prompt in config.load_config(recipe).task.sample(0, 6)]
 
     def fault(number, body):
-        """Also the first of another question: what is there of it must keep its place."""
+        """Also fail the first request of another question, whose other prefixes must keep their places."""
         return "500" if body["messages"][-1]["content"].startswith(hopeless) else "400" if number == 0 else ""
 
     with proxied(service, fault) as proxy:
@@ -287,10 +287,10 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
     assert [row["teacher"] for row in whole[2:]] == [before[row["question"]] for row in whole[2:]]
 
 
-# ---------------------------------------------------------------- what stops at once
+# ---------------------------------------------------------------- errors that stop the command
 
 
-# A request that is given up while it connects leaves its socket to the garbage collector: httpx's pool is closed then.
+# A request that is canceled while it connects leaves its socket to the garbage collector, as httpx's pool is closed.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("fault", "mend"),
@@ -315,7 +315,7 @@ def test_a_wrong_key_and_a_wrong_model_stop_at_once(fault, mend, service, recipe
     assert KEY[:7] not in written
 
 
-def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_path, capfd, monkeypatch):
+def test_error_message_that_quotes_the_key_is_redacted(service, recipe, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", KEY)
     with proxied(service, lambda number, body: "400") as proxy:
         assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, key_env="PELLUCID_TEST_KEY")) == 2
@@ -344,7 +344,7 @@ def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_pa
         ({"sentences": 0}, "--sentences 0 must be at least 1"),
     ],
 )
-def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, capfd):
+def test_invalid_options_exit_with_one_line(options, complaint, recipe, tmp_path, capfd):
     arguments = command(recipe, tmp_path / "p.jsonl", key_env="NO_SUCH_KEY", **{"teacher": "tiny", **options})
     assert status(arguments) == 2
     [line] = capfd.readouterr().err.splitlines()
@@ -354,7 +354,7 @@ def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_service_that_goes_away_is_told_in_one_line(service):
+def test_service_that_goes_away_raises_user_error(service):
     with proxied(service) as proxy:
         teacher = Teacher(options(proxy.url, key_env="NO_KEY", timeout=5, retries=1), str.strip)
     with pytest.raises(UserError, match="cannot be reached"):
@@ -362,7 +362,7 @@ def test_a_service_that_goes_away_is_told_in_one_line(service):
     teacher.close()
 
 
-def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monkeypatch):
+def test_socket_that_connects_while_the_teacher_closes_is_closed(service, monkeypatch):
     opened, connected, closed, open_one = [], threading.Event(), threading.Event(), socket.create_connection
 
     def slow(*arguments, **options):
@@ -383,7 +383,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
 
 
 @pytest.mark.parametrize("key", ["sk-ключ", "sk-a\nsk-b"])
-def test_a_key_that_no_header_can_hold_is_not_told(key, monkeypatch):
+def test_invalid_key_is_refused_without_showing_it(key, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", key)
     with pytest.raises(UserError, match="holds no valid key") as told:
         Teacher(options("https://api.example.com/v1", key_env="PELLUCID_TEST_KEY"), str.strip)
@@ -406,7 +406,7 @@ def wait_for_entries(process, output, n):
 
 
 def seen_by(proxy):
-    """How many requests: also those that a process sent before it ended, and that are read a little later."""
+    """Return the number of requests, including those of an ended process that the proxy reads a little later."""
     while (before := len(proxy.seen)) != (time.sleep(0.5) or len(proxy.seen)):
         pass
     return before
@@ -414,7 +414,7 @@ def seen_by(proxy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, service, recipe, tmp_path):
+def test_interrupted_command_requests_only_what_is_missing(how, service, recipe, tmp_path):
     output = tmp_path / "prefixes.jsonl"
     with proxied(service, delay=0.1) as proxy:
         arguments = command(recipe, output, proxy.url, n=10, workers=2)
@@ -440,7 +440,7 @@ def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, servic
 
 
 @pytest.mark.slow
-def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
+def test_second_process_cannot_write_the_same_output(service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.jsonl"
     with proxied(service, delay=0.1) as proxy:
         arguments = command(recipe, output, proxy.url, workers=2)
@@ -453,7 +453,7 @@ def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
     check_whole(output, recipe, teacher=3)
 
 
-def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe, tmp_path, monkeypatch, capsys):
+def test_failure_of_the_final_write_repeats_no_request(service, recipe, tmp_path, monkeypatch, capsys):
     output = tmp_path / "prefixes.jsonl"
     with proxied(service) as proxy:
         arguments = command(recipe, output, proxy.url)
@@ -469,7 +469,7 @@ def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe
 
 
 @pytest.mark.slow
-def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, recipe, wide_dir, tmp_path, capsys):
+def test_complete_output_sends_no_request_and_larger_one_only_the_rest(service, recipe, wide_dir, tmp_path, capsys):
     output = tmp_path / "prefixes.jsonl"
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=4, per_question=2)) == 0
@@ -494,7 +494,7 @@ def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, re
 
 
 @pytest.mark.slow
-def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, recipe, tmp_path):
+def test_kill_while_an_output_is_extended_keeps_its_prefixes(service, recipe, tmp_path):
     output = tmp_path / "prefixes.jsonl"
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=3, per_question=2)) == 0
@@ -523,7 +523,7 @@ def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, reci
         ({"task.seed": 5}, "task ="),
     ],
 )
-def test_a_journal_of_other_settings_is_refused(changes, named, service, recipe, tmp_path, capsys):
+def test_journal_with_other_settings_is_refused(changes, named, service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.jsonl"
     with proxied(service, lambda number, body: "400" if number == 3 else "") as proxy:
         assert status(command(recipe, output, proxy.url, n=2)) == 2
@@ -549,7 +549,7 @@ def test_a_journal_of_other_settings_is_refused(changes, named, service, recipe,
         ("\n", "is not a prefix file"),
     ],
 )
-def test_files_of_something_else_are_left_alone(content, mend, recipe, tmp_path, capsys):
+def test_files_that_are_not_this_output_are_refused_and_unchanged(content, mend, recipe, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text(content)
     assert status(command(recipe, tmp_path / "p.jsonl", "http://127.0.0.1:9/v1")) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -561,7 +561,7 @@ def test_files_of_something_else_are_left_alone(content, mend, recipe, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_student_says_the_same_however_often_it_is_stopped(recipe, wide_dir, tmp_path, monkeypatch):
+def test_student_writes_the_same_output_after_interruptions(recipe, wide_dir, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert status(command(recipe, whole, student=wide_dir)) == 0
     held = check_whole(whole, recipe, student=3)
@@ -587,7 +587,7 @@ def stop_after(monkeypatch, n):
     monkeypatch.setattr(Journal, "add", adding)
 
 
-def test_a_question_that_the_student_has_no_room_for_is_counted_and_the_others_are_asked(wide_dir, tmp_path, capsys):
+def test_question_too_long_for_the_student_is_counted_and_skipped(wide_dir, tmp_path, capsys):
     questions = ["2 + 3", "9 + " * POSITIONS + "1", "4 + 5"]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": q, "answer": "5"}) + "\n" for q in questions))
     recipe = tmp_path / "rows.toml"
@@ -600,8 +600,8 @@ def test_a_question_that_the_student_has_no_room_for_is_counted_and_the_others_a
     assert held == {q: 2 for q in questions if len(q) <= POSITIONS}
 
 
-def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
-    """Its file is not there yet."""
+def test_recipe_that_will_use_the_prefixes_can_request_them(service, tmp_path):
+    """The file that its task reads does not exist yet."""
     recipe, output = tmp_path / "prefixed.toml", tmp_path / "p.jsonl"
     recipe.write_text(f'[task]\nname = "prefixed"\nfile = "{output}"\n[task.task]\nname = "arithmetic"\n')
     with proxied(service) as proxy:
@@ -610,7 +610,7 @@ def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
     assert all(prompt.prefix for prompt in task.sample(0, 2))
 
 
-def test_prefixes_are_cut_by_tokens_where_that_is_asked(service, recipe, wide_dir, tmp_path):
+def test_truncate_tokens_limits_the_length_of_prefixes(service, recipe, wide_dir, tmp_path):
     with proxied(service) as proxy:
         assert status(command(recipe, tmp_path / "p.jsonl", proxy.url, student=wide_dir, truncate_tokens=3)) == 0
     held = check_whole(tmp_path / "p.jsonl", recipe, teacher=3, student=3)
@@ -618,17 +618,17 @@ def test_prefixes_are_cut_by_tokens_where_that_is_asked(service, recipe, wide_di
     assert max(lengths) == 3, "a character is a token here"
 
 
-def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, capsys, monkeypatch):
+def test_empty_answers_of_a_student_are_counted(recipe, wide_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prefixes, "clean_text", lambda text: "")
     assert status(command(recipe, tmp_path / "p.jsonl", student=wide_dir, retries=1, n=2)) == 2
     assert "6 prefixes are missing (the student's answers are empty)" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- without
+# ---------------------------------------------------------------- imports and tasks
 
 
 @pytest.mark.slow
-def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
+def test_teacher_alone_does_not_import_torch(service, recipe, tmp_path):
     code = (
         "import sys\nfrom pellucid import cli\ncli.parse_command_line(sys.argv[1:])()\nsys.exit('torch' in sys.modules)"
     )
@@ -640,7 +640,7 @@ def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_innermost_task_asks_and_each_question_once():
+def test_questions_come_from_the_innermost_task_without_repeats():
     @dataclass(frozen=True)
     class Inner:
         split: str = "test"

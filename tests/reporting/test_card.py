@@ -1,4 +1,4 @@
-"""What the card of a model says, from run folders that are written here: no training."""
+"""Tests of the model card, from run folders that are written here without training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluation(accuracy, reward, verdicts=True):
 
 @pytest.fixture
 def written(tmp_path):
-    """Make the card of a run with this recipe and these evaluations, two steps of 30 and of 300 seconds."""
+    """Return a function that makes a run's card from a recipe and evaluations, with steps of 30 and 300 seconds."""
 
     def write(recipe, *evaluations, **facts):
         (tmp_path / "recipe.toml").write_text(recipe)
@@ -45,7 +45,7 @@ def written(tmp_path):
     return write
 
 
-def test_accuracies_are_told_where_answers_are_right_or_wrong(written):
+def test_card_reports_accuracies_if_rewards_are_verdicts(written):
     made = written(SUMS, evaluation(0.25, 0.25), evaluation(0.75, 0.75))
     measured = {result.metric_name: result for result in made.data.eval_results}
     assert {name: result.metric_type for name, result in measured.items()} == {
@@ -57,7 +57,7 @@ def test_accuracies_are_told_where_answers_are_right_or_wrong(written):
     assert "`arithmetic`: 16 prompts, 95% intervals" in made.text
 
 
-def test_the_mean_reward_is_told_where_they_are_neither(written):
+def test_card_reports_the_mean_reward_without_verdicts(written):
     made = written(SUMS, evaluation(0.0, -0.5, verdicts=False), evaluation(0.0, -0.25, verdicts=False))
     [greedy, sampled] = made.data.eval_results
     assert (greedy.metric_type, greedy.metric_value, greedy.metric_args["low"]) == ("reward", -0.25, -0.5)
@@ -71,7 +71,7 @@ def test_a_run_that_was_never_evaluated_has_no_results(written):
     assert made.data.eval_results is None and "Results" not in made.text
 
 
-def test_what_was_trained_for_how_long_and_what_was_rewarded(written):
+def test_card_describes_the_task_the_reward_and_the_training(written):
     text = written(SUMS, evaluation(0.5, 0.5)).text
     assert 'Task: `arithmetic`. Questions such as "What is 3 + 4?"' in text
     assert "Reward: Questions with two operands and one operator; the reward is 1 if" in text
@@ -81,7 +81,7 @@ def test_what_was_trained_for_how_long_and_what_was_rewarded(written):
     assert "gpus" not in text and "git revision" not in text and "sha256" not in text
 
 
-def test_data_of_the_hub_terms_with_weights_an_adapter_and_resumes(written):
+def test_card_names_hub_data_weighted_rewards_adapter_and_resumes(written):
     terms = '[[task.rewards]]\nname = "numeric"\n[[task.rewards]]\nname = "length"\nweight = 0.1\nlimit = 9\n'
     recipe = f'[policy]\nlora = 8\n[task]\nname = "dataset"\ndata = "openai/gsm8k"\nsubset = "main"\n{terms}'
     made = written(recipe, evaluation(0.5, 0.4), resumes=[{"step": 7, "time": "2026-01-02"}])
@@ -91,14 +91,14 @@ def test_data_of_the_hub_terms_with_weights_an_adapter_and_resumes(written):
     assert "| resumed after step 7 | 2026-01-02 |" in made.text
 
 
-def test_data_of_a_file_is_no_data_set_of_the_hub(written, tmp_path):
+def test_local_data_file_is_not_listed_as_a_hub_data_set(written, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     made = written(f'[task]\nname = "dataset"\ndata = "{tmp_path}/rows.jsonl"\n', evaluation(0.5, 0.5))
     assert made.data.datasets is None and "Data: `rows.jsonl`" in made.text
     assert "| `task.data` | `rows.jsonl` | `" in made.text and str(tmp_path) not in made.content
 
 
-def test_what_was_given_as_an_object_is_no_file_and_is_said_not_to_be_included(written):
+def test_python_objects_are_named_as_not_included(written):
     again = "With the files below in the working directory: `pellucid train recipe.toml`"
     assert f"## Train it again\n\n{again}" in written(SUMS).text
     terms = [{"name": "here:brief", "weight": 1.0}, {"name": "mine.py:long", "weight": 1.0}, {"name": "here:near-2"}]
@@ -115,7 +115,7 @@ def test_what_was_given_as_an_object_is_no_file_and_is_said_not_to_be_included(w
     assert "| setting | file | sha256 |" not in only
 
 
-def test_a_file_behind_a_secret_is_not_named(written):
+def test_file_path_of_a_secret_is_hidden(written):
     facts = {
         "task": {"name": "judged.py:Judged", "api_key": {"main": "/home/me/key.txt"}, "judge_token": "/home/me/it.txt"}
     }
@@ -131,18 +131,18 @@ def test_a_config_without_digests_names_no_files(written, tmp_path):
     assert ModelCard(make_model_card(tmp_path / "run", "me/sums", "steps = 2\n")).text == whole
 
 
-def test_around_a_task_are_others_and_the_questions_are_the_inner_ones(written):
+def test_wrapped_task_is_described_by_its_inner_task(written):
     text = written('[task]\nname = "curriculum"\n[task.task]\nname = "sorting"\n', evaluation(0.5, 0.5)).text
     assert "Task: `sorting`. Sort a few numbers" in text
 
 
-def test_it_is_used_as_a_chat_where_there_is_a_template_for_one(written, tmp_path):
+def test_card_shows_chat_usage_if_the_model_has_a_chat_template(written, tmp_path):
     assert "messages" not in written(SUMS).text
     (tmp_path / "run" / "model" / "chat_template.jinja").write_text("{{ messages }}")
     assert 'messages = [{"role": "user"' in written(SUMS).text
 
 
-def test_code_of_the_models_own_must_be_trusted_by_who_uses_it(written, tmp_path):
+def test_card_sets_trust_remote_code_for_custom_code(written, tmp_path):
     assert (
         "trust_remote_code" not in written(f"[policy]\ntrust_remote_code = true\n{SUMS}").text.partition("## Train")[0]
     )
@@ -154,12 +154,12 @@ def test_code_of_the_models_own_must_be_trusted_by_who_uses_it(written, tmp_path
     assert 'model="me/sums", trust_remote_code=True)' in code and compile(code, "card", "exec")
 
 
-def test_the_python_of_the_card_is_python(written):
+def test_python_code_of_the_card_compiles(written):
     code = written(SUMS).text.partition("```python\n")[2].partition("```")[0]
     assert compile(code, "card", "exec") and 'model="me/sums"' in code
 
 
-def test_a_model_in_a_folder_with_spaces_goes_by_its_name(written, tmp_path):
+def test_local_base_model_is_named_by_its_folder(written, tmp_path):
     folder = tmp_path / "my models" / "first one"
     folder.mkdir(parents=True)
     made = written(f'[policy]\nmodel = "{folder}"\n{SUMS}')
@@ -182,5 +182,5 @@ def test_a_model_in_a_folder_with_spaces_goes_by_its_name(written, tmp_path):
         ("modelscope:Qwen/Qwen2.5-0.5B", None),
     ],
 )
-def test_the_base_model_is_named_where_the_hub_has_it(model, known):
+def test_find_base_model_returns_only_hub_models(model, known):
     assert find_base_model(model) == known

@@ -1,3 +1,5 @@
+"""Tests of the loggers: JSONL files, TensorBoard, Weights & Biases, plain lines and the live display."""
+
 import io
 import json
 import math
@@ -93,7 +95,7 @@ def test_metrics_recomputed_from_the_saved_rollouts_equal_the_logged_ones(tmp_pa
     assert logged["groups/dead_all_wrong"] * len(groups) == len(dead) - all_right == 1
 
 
-def test_a_rollout_holds_what_was_asked_said_and_graded(tmp_path: Path):
+def test_rollout_record_holds_prompt_completion_and_reward(tmp_path: Path):
     log = JsonlLogger(tmp_path)
     log.log(3, {}, groups_of((RIGHT, FAILED)))
     log.close()
@@ -115,7 +117,7 @@ def test_a_rollout_holds_what_was_asked_said_and_graded(tmp_path: Path):
     assert second["error"].startswith("ValueError")
 
 
-def test_numbers_that_json_does_not_have_become_null(tmp_path: Path):
+def test_non_finite_numbers_become_null(tmp_path: Path):
     log = JsonlLogger(tmp_path)
     sampled = Completion((5, 6), (-math.inf, -0.5), "?", True)
     log.log(
@@ -128,7 +130,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path: Path):
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": None, "grad_norm": None}]
 
 
-def test_a_reward_in_numpy_numbers_is_logged_as_a_number(tmp_path: Path):
+def test_numpy_rewards_are_logged_as_plain_numbers(tmp_path: Path):
     log = JsonlLogger(tmp_path)
     log.log(1, {}, groups_of((Reward(np.float32(0.5), {"n": np.int64(2)}, np.bool_(True)),)))
     log.close()
@@ -169,7 +171,7 @@ def test_an_evaluation_holds_its_intervals(tmp_path: Path):
     assert row["greedy"] == {"value": 0.25, "low": 0.16, "high": 0.37}
 
 
-def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path: Path):
+def test_truncate_keeps_complete_lines_up_to_the_step(tmp_path: Path):
     log = JsonlLogger(tmp_path)
     for step in (1, 2, 3):
         log.log(step, {"loss": 0.0}, groups_of((RIGHT, WRONG)))
@@ -189,15 +191,15 @@ def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path:
 
 
 @pytest.mark.parametrize("half", ['{"step": 1', '{"step": 1, "loss": 0.5}'])
-def test_truncate_drops_a_half_line_that_ends_where_a_number_or_a_record_could(tmp_path: Path, half: str):
-    """To the second, only the end of the line is missing: the next one would go on in it."""
+def test_truncate_drops_half_lines_that_could_be_complete(tmp_path: Path, half: str):
+    """The second one lacks only its newline: the next record would be appended to it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n' + half)
     truncate_logs(tmp_path, 5)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
 
 
-def test_truncate_drops_a_later_step_wherever_it_stands(tmp_path: Path):
-    """As two processes leave them that wrote into one folder."""
+def test_truncate_drops_later_steps_anywhere_in_the_file(tmp_path: Path):
+    """Two processes that write into one folder leave the steps in such an order."""
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 4, 2, 3)))
     assert truncate_logs(tmp_path, 2) == []
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -217,7 +219,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Path, bad: str):
+def test_truncate_removes_bad_lines_in_place_and_reports_missing_steps(tmp_path: Path, bad: str):
     path = tmp_path / "metrics.jsonl"
     one, three, four = lines_of(1, 3, 4)
     path.write_bytes(one + BAD[bad] + three + four + BAD[bad])
@@ -231,19 +233,19 @@ def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Pa
     ]
 
 
-def test_a_tail_of_zeros_without_an_end_is_cut_off(tmp_path: Path):
+def test_truncate_drops_a_tail_of_zeros(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 2)) + bytes(100))
     assert truncate_logs(tmp_path, 2) == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines_of(1, 2))
 
 
-def test_a_run_whose_log_is_shorter_than_its_checkpoint_says_so(tmp_path: Path):
+def test_truncate_reports_a_log_shorter_than_the_checkpoint(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1)))
     assert truncate_logs(tmp_path, 3) == [f"{tmp_path / 'metrics.jsonl'} lacks 2 of 3 steps, the first of them step 2"]
 
 
-def test_a_cut_that_is_killed_anywhere_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As much of the spaces as one likes may have been written."""
+def test_interrupted_truncate_is_finished_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The interrupted call may have written any number of its spaces."""
     path = tmp_path / "metrics.jsonl"
     bad = BAD["zeros and the end of a line"]
     for written in range(len(bad) + 1):
@@ -252,8 +254,8 @@ def test_a_cut_that_is_killed_anywhere_is_finished_by_the_next(tmp_path: Path, m
         assert [row["step"] for row in read(path)] == [1, 2]
 
 
-def test_a_full_disk_does_not_block_the_mend(tmp_path: Path):
-    """Nothing may be written beyond what is there."""
+def test_truncate_works_on_a_full_disk(tmp_path: Path):
+    """The limit forbids writing beyond the end of the file."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(lines_of(1)[0] + BAD["no record"] + b"".join(lines_of(2, 3)))
     size = path.stat().st_size
@@ -276,7 +278,7 @@ def test_rollouts_can_be_thinned_or_left_out(tmp_path: Path, every: int, steps: 
 
 
 class Broken:
-    """A board that cannot draw."""
+    """A logger that always raises."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -288,7 +290,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), BrokenPipeError(32, "pipe"), KeyError("reward")])
-def test_a_board_that_fails_costs_a_line_and_not_the_run(
+def test_failing_display_prints_a_line_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture, error: Exception
 ):
     log = CompositeLogger([JsonlLogger(tmp_path)], [Broken(error), board := PlainLogger(3)])
@@ -302,12 +304,12 @@ def test_a_board_that_fails_costs_a_line_and_not_the_run(
     assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "evals.jsonl")) == 1
 
 
-def test_a_file_that_fails_is_not_passed_over(tmp_path: Path):
+def test_failing_file_logger_raises(tmp_path: Path):
     with pytest.raises(ZeroDivisionError):
         CompositeLogger([Broken(ZeroDivisionError())]).log(1, {}, [])
 
 
-def test_loggers_fan_out(tmp_path: Path):
+def test_composite_logger_passes_records_to_all_loggers(tmp_path: Path):
     log = CompositeLogger([JsonlLogger(tmp_path / "a"), JsonlLogger(tmp_path / "b")])
     log.log(1, {"loss": 0.0}, [])
     log.log_evaluation(1, EVALUATION)
@@ -317,7 +319,7 @@ def test_loggers_fan_out(tmp_path: Path):
         assert read(tmp_path / name / "evals.jsonl")
 
 
-def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tmp_path: Path):
+def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path):
     for first_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         log = TensorBoardLogger(tmp_path, first_step)
         for step in steps:
@@ -330,7 +332,7 @@ def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
     assert events.Scalars("heldout/greedy")[-1].value == 0.25
 
 
-def test_a_full_disk_under_tensorboard_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_full_disk_under_tensorboard_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     hook, limit = threading.excepthook, resource.getrlimit(resource.RLIMIT_FSIZE)
     log = TensorBoardLogger(tmp_path)
     log.log(1, {"loss": 1.0}, [])
@@ -348,7 +350,7 @@ def test_a_full_disk_under_tensorboard_is_one_line(tmp_path: Path, capsys: pytes
     assert threading.excepthook is hook
 
 
-def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
+def test_tensorboard_also_has_common_names_of_metrics(tmp_path: Path):
     metrics = {"loss": 0.5, "kl": 0.25, "grad_norm": 2.0, "reward/mean": 0.75, "completion/correct": 0.5, "tokens": 9.0}
     board = TensorBoardLogger(tmp_path)
     board.log(1, metrics, [])
@@ -359,7 +361,7 @@ def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
+def test_offline_wandb_run_is_written_completely(tmp_path: Path):
     log = WandbLogger(tmp_path, "pellucid", "offline", {"algorithm": {"steps": 2}})
     log.log_evaluation(0, EVALUATION)
     log.log(1, {"loss": 0.5, "reward/mean": 0.25}, [])
@@ -381,7 +383,7 @@ def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
 
 
 def written(file: Path):
-    """All records, the last of them that of the exit: wandb's own process writes on when `finish` has returned."""
+    """Return all records up to the exit record, which wandb's own process writes after `finish` has returned."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         records = list(wandb_records(file))
@@ -392,14 +394,14 @@ def written(file: Path):
 
 
 def wandb_records(file: Path):
-    """What `wandb sync` would upload: LevelDB's log format, blocks of 32 KiB, pieces behind a header of 7 bytes."""
+    """Yield what `wandb sync` uploads: LevelDB's log format, 32 KiB blocks, pieces behind a 7-byte header."""
     data, at, pieces = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        if kind == 0:  # the rest of a block
+        if kind == 0:  # the rest of the block is empty
             at = -(-(at + 1) // 32768) * 32768
             continue
-        if at + 7 + length > len(data):  # being written
+        if at + 7 + length > len(data):  # still being written
             return
         pieces += data[at + 7 : at + 7 + length]
         at += 7 + length
@@ -422,7 +424,7 @@ def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pyte
         TensorBoardLogger(tmp_path)
 
 
-def test_plain_lines(capsys: pytest.CaptureFixture[str]):
+def test_plain_logger_formats_steps_and_evaluations(capsys: pytest.CaptureFixture[str]):
     groups = groups_of((RIGHT, RIGHT), (WRONG, WRONG), (RIGHT, WRONG))
     log = PlainLogger(30)
     log.log(2, {**compute_group_metrics(groups), **TIMES, "sampler/gap_mean": 0.031, "loss": 7.0}, groups)
@@ -434,7 +436,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]):
     assert evaluation == "eval step 10  greedy 0.25 [0.16, 0.37]  mean@8 0.20 [0.10, 0.30]  pass@8 0.50 [0.40, 0.60]"
 
 
-def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixture[str]):
+def test_plain_logger_shows_problems_and_the_first_error_once(capsys: pytest.CaptureFixture[str]):
     groups = groups_of((RIGHT, FAILED))
     log = PlainLogger(3)
     for step in (1, 2):
@@ -447,13 +449,13 @@ def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixt
     assert len(lines) == 3
 
 
-def test_greedy_alone_is_shown_where_nothing_was_sampled(capsys: pytest.CaptureFixture[str]):
+def test_only_greedy_accuracy_is_shown_without_samples(capsys: pytest.CaptureFixture[str]):
     none = Estimate(math.nan, math.nan, math.nan)
     PlainLogger(3).log_evaluation(0, Evaluation("sorting", "test", 64, 0, Estimate(0.5, 0.1, 0.9), none, none))
     assert capsys.readouterr().out == "eval step 0  greedy 0.50 [0.10, 0.90]\n"
 
 
-def test_once_rewards_are_degrees_no_line_speaks_of_right_and_wrong(capsys: pytest.CaptureFixture[str]):
+def test_lines_after_a_continuous_reward_omit_right_and_wrong(capsys: pytest.CaptureFixture[str]):
     log, none = PlainLogger(3), Estimate()
     for step, rewards in enumerate(((0.0, 0.0), (0.8, 0.8), (0.0, 0.0)), start=1):
         groups = groups_of(tuple(Reward(reward) for reward in rewards))
@@ -473,7 +475,7 @@ def picture_of(log: ConsoleLogger) -> str:
 
 
 def shown(steps: int, first_step: int = 0, groups: list[Group] | None = None, **extra: float) -> str:
-    """The last picture of a live display after `steps` steps."""
+    """Return the last picture of a live display after `steps` steps."""
     groups = groups or groups_of((RIGHT, RIGHT), (WRONG, WRONG), (RIGHT, WRONG))
     screen = rich.console.Console(file=io.StringIO(), force_terminal=True, width=100)
     log = ConsoleLogger(30, first_step, screen)
@@ -501,7 +503,7 @@ def test_the_live_display_shows_the_headlines_and_no_loss():
     assert "!" not in picture
 
 
-def test_both_displays_say_what_dynamic_sampling_drew(capsys: pytest.CaptureFixture[str]):
+def test_both_displays_show_the_groups_drawn_by_dynamic_sampling(capsys: pytest.CaptureFixture[str]):
     picture = shown(2, **{"groups/drawn": 12.0, "groups/drawn_dead": 0.75})
     assert re.search(r"groups drawn +12 +75% of them dead", picture)
     assert "groups drawn" not in shown(2)
@@ -510,7 +512,7 @@ def test_both_displays_say_what_dynamic_sampling_drew(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "step 1/3  drawn  12\n"
 
 
-def test_the_live_display_of_a_resumed_run_goes_on_counting():
+def test_live_display_of_a_resumed_run_continues_its_count():
     log = ConsoleLogger(30, 10, rich.console.Console(file=io.StringIO(), force_terminal=True))
     log.close()
     assert "10/30" in picture_of(log)
@@ -523,13 +525,13 @@ def test_the_live_display_warns_of_failed_rewards_and_skipped_updates():
     assert "! skipped updates: 2" in picture
 
 
-def test_the_live_display_does_without_metrics():
+def test_live_display_works_without_metrics():
     log = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
     log.log(1, {}, [])
     log.close()
 
 
-def test_a_file_gets_plain_lines():
+def test_output_to_a_file_uses_the_plain_logger():
     assert isinstance(make_screen_logger(3), PlainLogger)
 
 
@@ -539,7 +541,7 @@ def test_sparkline_reaches_from_the_lowest_to_the_highest():
     assert format_sparkline([math.nan]) == " "
 
 
-def test_before_and_after():
+def test_comparison_table_shows_gains_and_overlaps():
     paper = rich.console.Console(file=io.StringIO(), width=100)
     paper.print(make_comparison_table(EVALUATION, BETTER))
     rows = {line.split()[0]: line for line in paper.file.getvalue().splitlines() if "@" in line or "greedy" in line}
@@ -549,8 +551,8 @@ def test_before_and_after():
     assert "overlap" in rows["mean@8"]
 
 
-def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatch):
-    """It is drawn by a thread, too."""
+def test_live_display_that_fails_shows_one_line(monkeypatch: pytest.MonkeyPatch):
+    """A thread of Rich, which catches no errors, also draws it."""
     log = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr(log, "render", lambda: 1 / 0)
     log.log(1, {}, [])
@@ -558,7 +560,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatc
     assert "cannot be drawn (ZeroDivisionError" in str(log.render_safely())
 
 
-def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
+def test_evaluations_are_read_past_damage_by_a_power_failure(tmp_path: Path):
     log = JsonlLogger(tmp_path)
     log.log_evaluation(0, EVALUATION)
     log.close()
@@ -570,7 +572,7 @@ def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
     assert list(read_evaluations(tmp_path)) == [0, 2]
 
 
-def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_errors_are_raised_as_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(_: object) -> None:
         raise wandb.errors.CommError("no route")
 
@@ -578,14 +580,14 @@ def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patched:
         patched.setattr(log.run, "log", refuse)
         for logs in (lambda: log.log(1, {"loss": 0.5}, []), lambda: log.log_evaluation(1, EVALUATION)):
-            with pytest.raises(OSError, match="no route"):  # which costs a line: `loggers.only_shown`
+            with pytest.raises(OSError, match="no route"):  # `guard_display` prints it as one line
                 logs()
     log.close()
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     written(file)
 
 
-def test_being_logged_in_is_checked_for_what_is_online(monkeypatch: pytest.MonkeyPatch):
+def test_wandb_login_is_required_only_online(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wandb, "login", lambda prompt: prompt)
     loggers.check_wandb("offline")
     with pytest.raises(UserError, match="wandb login"):

@@ -1,4 +1,4 @@
-"""What is shown of an evaluation: accuracy where answers are right or wrong, the reward where it is a degree."""
+"""Tests of the measures shown for an evaluation: accuracy if rewards are verdicts, otherwise the reward."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GREEDY_ONLY = {
     "rewards": [0.0, 1.0, 0.0, 1.0],
     "verdicts": True,
 }
-"""A line of evals.jsonl of an evaluation without samples."""
+"""A line of evals.jsonl, from an evaluation without samples."""
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ GREEDY_ONLY = {
         ([parse_evaluation(GREEDY_ONLY)], ["greedy"]),
     ],
 )
-def test_what_goes_without_saying_is_not_said(evaluations, names):
+def test_select_measures_leaves_out_redundant_ones(evaluations, names):
     assert select_measures(evaluations) == names
 
 
 @pytest.mark.parametrize("evaluation", [JUDGED, DEGREE, replace(DEGREE, reward=Estimate(2.0))])
-def test_an_evaluation_comes_back_from_its_file(tmp_path, evaluation):
+def test_evaluation_is_read_back_from_its_file(tmp_path, evaluation):
     log = JsonlLogger(tmp_path)
     log.log_evaluation(3, evaluation)
     log.close()
@@ -103,7 +103,7 @@ def cells(table):
     return [list(column.cells) for column in table.columns]
 
 
-def test_the_headline_on_the_screen_is_the_reward_where_no_answer_is_right(capsys):
+def test_console_shows_the_reward_without_verdicts(capsys):
     PlainLogger(9).log_evaluation(3, HIGHER)
     assert capsys.readouterr().out == "eval step 3  reward 0.25 [0.12, 0.38]  reward@2 -0.50 [-0.80, -0.20]\n"
     names, before, after, gain, apart = cells(make_comparison_table(DEGREE, HIGHER))
@@ -116,7 +116,7 @@ def test_the_headline_on_the_screen_is_the_reward_where_no_answer_is_right(capsy
     assert [column.header for column in make_evaluation_table("m", JUDGED).columns] == ["", "accuracy", "interval"]
 
 
-def test_the_report_begins_with_the_reward_where_no_answer_is_right(tmp_path):
+def test_report_begins_with_the_reward_without_verdicts(tmp_path):
     lines = [format_json_line({"step": step, **make_evaluation_record(e)}) for step, e in ((0, DEGREE), (8, HIGHER))]
     (tmp_path / "evals.jsonl").write_text("".join(lines))
     page = write_report(tmp_path).read_text()
@@ -128,7 +128,7 @@ def test_the_report_begins_with_the_reward_where_no_answer_is_right(tmp_path):
         assert absent not in page.partition("</style>")[2], absent
 
 
-def test_a_verdict_is_given_where_there_is_one():
+def test_verdict_is_shown_only_if_the_reward_has_one():
     completion = Completion((1,), (0.0,), "7", True)
     for said, reward in {
         "right, reward 1.00": Reward(1.0),

@@ -1,3 +1,5 @@
+"""Tests of the metrics of a step's groups, and of the predicted share of dead groups."""
+
 import itertools
 from math import comb, isnan, nan
 
@@ -42,12 +44,12 @@ DEGREES = [Reward(0.8), Reward(0.8), Reward(0.0), Reward(0.3, correct=False, is_
 
 
 def calls(metrics) -> list[str]:
-    """The metrics that call answers right or wrong."""
+    """Return the metrics that call answers right or wrong."""
     return [name for name in metrics if name.endswith(("right", "wrong", "correct"))]
 
 
-def test_a_step_graded_by_degree_calls_nothing_right_or_wrong():
-    """One group of five, in which rewards differ, and one of equal rewards: half of the groups are dead."""
+def test_continuous_rewards_give_no_right_or_wrong_metrics():
+    """Rewards differ in the group of five and are equal in the other, so half of the groups are dead."""
     metrics = compute_group_metrics([group(*DEGREES), group(Reward(0.8), Reward(0.8))])
     assert metrics["groups/dead_equal"] == 0.5
     assert metrics["reward/mean"] == pytest.approx((0.8 + 0.8 + 0.0 + 0.3 + 0.8 + 0.8) / 6)
@@ -55,7 +57,7 @@ def test_a_step_graded_by_degree_calls_nothing_right_or_wrong():
     assert len(calls(compute_group_metrics([group(right(), wrong())]))) == 5
 
 
-def test_a_run_with_one_such_step_calls_nothing_right_or_wrong_in_any():
+def test_one_continuous_step_removes_right_or_wrong_metrics_from_all():
     judged, graded = (compute_group_metrics(groups) for groups in ([group(wrong(), wrong())], [group(*DEGREES)]))
     assert make_metrics_consistent([judged]) == [judged]
     first, second = make_metrics_consistent([judged, graded])
@@ -81,7 +83,7 @@ def test_terms_that_failed_are_shown_by_name_and_share():
     assert "failed/judge" not in compute_group_metrics([group(right(1.0))])
 
 
-def test_what_rewards_logged_is_averaged_over_those_that_did():
+def test_logged_values_are_averaged_over_the_rewards_that_have_them():
     logged = (Reward(1.0, logged={"tokens": 4.0, "cached": 1.0}), Reward(nan, error="no", logged={"tokens": 2.0}))
     metrics = compute_group_metrics([group(right(1.0), *logged)])
     assert (metrics["logged/tokens"], metrics["logged/cached"]) == (3.0, 1.0)
@@ -91,7 +93,7 @@ def test_what_rewards_logged_is_averaged_over_those_that_did():
     )
 
 
-def test_where_every_reward_failed_there_is_no_mean_and_no_dead_group():
+def test_all_failed_rewards_give_no_mean_and_no_dead_group():
     metrics = compute_group_metrics([group(Reward(nan), Reward(nan))])
     assert isnan(metrics["reward/mean"])
     assert isnan(metrics["reward/std"])
@@ -114,7 +116,7 @@ def test_a_dead_group_with_a_wrong_answer_in_it_is_not_all_right():
     assert metrics["groups/dead_all_wrong"] == 1
 
 
-def test_a_small_difference_is_life_a_rounding_or_a_failed_reward_is_none():
+def test_small_difference_makes_a_group_live_but_rounding_does_not():
     assert compute_group_metrics([group(right(1.0), right(1.0 + 1e-6))])["groups/dead_all_right"] == 0
     assert compute_group_metrics([group(right(0.3), right(0.1 + 0.2))])["groups/dead_all_right"] == 1
     assert compute_group_metrics([group(right(1.0), right(1.004))], min_reward_range=0.01)["groups/dead_all_right"] == 1
@@ -129,13 +131,13 @@ def test_lengths_of_right_and_wrong_answers():
     assert metrics["tokens"] == 15
 
 
-def test_a_length_of_no_completions_is_left_out():
+def test_length_metric_without_completions_is_left_out():
     assert "completion/length_wrong" not in compute_group_metrics([group(right())])
     assert "completion/length_right" not in compute_group_metrics([group(wrong())])
 
 
-def test_the_length_of_a_prefix_is_that_of_its_tokens_alone():
-    """Of a conversation, what was said to the policy between its turns is given, too, and no prefix."""
+def test_prefix_length_counts_only_prefix_tokens():
+    """Tokens given between the turns of a conversation are not part of the prefix."""
     talk = Completion(tuple(range(12)), (0.0,) * 12, "x", True, given_spans=((0, 3), (5, 10)))
     alone = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given_spans=((0, 5),))
     without = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given_spans=((2, 4),))
@@ -151,20 +153,20 @@ def test_finished_is_a_share_of_completions():
 
 def test_predicted_dead_share_by_hand():
     assert predict_zero_variance_share([[1, 1, 1, 1], [0, 0, 0, 0]], group_size=4) == 1.0
-    assert predict_zero_variance_share([[1, 0, 1, 1]], group_size=4) == 0.0  # n == G: what was seen
+    assert predict_zero_variance_share([[1, 0, 1, 1]], group_size=4) == 0.0  # n == G: the observed share
     assert predict_zero_variance_share([[1, 0, 1, 0]], group_size=2) == pytest.approx(
         2 / 6
-    )  # of six pairs, two are alike
+    )  # two of six pairs are equal
     assert predict_zero_variance_share([[1, 0, 1, 0], [1, 1, 1, 1]], group_size=2) == pytest.approx((2 / 6 + 1) / 2)
-    assert predict_zero_variance_share([[0.1, 0.2, 0.3, 0.4]], group_size=2) == 0.0  # all wrong, and yet not alike
+    assert predict_zero_variance_share([[0.1, 0.2, 0.3, 0.4]], group_size=2) == 0.0  # all wrong, but not equal
     assert predict_zero_variance_share([[0.1, 0.2, 0.3, 0.4]], 2, min_reward_range=0.11) == pytest.approx(
         3 / 6
-    )  # neighbours
+    )  # neighbors count as equal
     assert predict_zero_variance_share([[0.4, 0.1, 0.3, 0.2]], 3, min_reward_range=0.2) == pytest.approx(2 / 4)
 
 
-def test_a_reward_that_failed_is_no_contrast():
-    """Each chance counted out over all groups that could be drawn: dead where the graded in them are alike."""
+def test_failed_reward_does_not_make_a_group_live():
+    """The expected value counts all groups that could be drawn; one is dead if its graded rewards are equal."""
     samples = [1.0, 0.0, nan, 1.0, nan]
     for size in range(1, 6):
         groups = list(itertools.combinations(samples, size))
@@ -183,11 +185,11 @@ def test_predicted_dead_share_is_unbiased(p: float):
     assert expected == pytest.approx(p**size + (1 - p) ** size, rel=1e-12)
 
 
-def test_fewer_samples_than_a_group_predict_nothing():
+def test_fewer_samples_than_the_group_size_raise():
     with pytest.raises(ValueError, match="draw at least 8"):
         predict_zero_variance_share([[0, 0, 1, 1]], group_size=8)
 
 
-def test_the_prompt_with_the_fewest_samples_decides_whether_there_are_enough():
+def test_one_prompt_with_too_few_samples_raises():
     with pytest.raises(ValueError, match="3 samples per prompt"):
         predict_zero_variance_share([[0, 0, 1, 1], [0, 1, 1]], group_size=4)

@@ -1,4 +1,4 @@
-"""Who spoke, and which tools were called, in the stretches of a conversation's tokens."""
+"""Tests of the names of speakers and called tools at the spans of a conversation's tokens."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SAYS, ASKS = {"role": "assistant", "content": "so"}, {"role": "user", "content":
             [(1, 2), (4, 5)],
             [[], ["environment"], ["a" * 40 + "…"], ["tool add"]],
         ),
-        ([calls("add"), answers("add")], [], [["add"]]),  # it ended with the answer of the tool
+        ([calls("add"), answers("add")], [], [["add"]]),  # the conversation ended with a tool result
         ([calls("add"), answers("add"), SAYS], [(0, 1), (2, 3)], [[], ["add"], ["tool add"], []]),  # after a prefix
-        ([SAYS, SAYS], [], []),  # one stretch of two messages is nobody's
+        ([SAYS, SAYS], [], []),  # one span with two messages has no name
         ([], [(0, 2)], []),
     ],
 )  # fmt: skip
-def test_names_stand_at_the_stretches_where_they_were_said(messages, given, told):
+def test_names_are_listed_for_the_spans_of_their_turns(messages, given, told):
     completion = Completion(tuple(range(5)), (0.0,) * 5, "", True, given_spans=tuple(given), messages=tuple(messages))
     assert list_turn_names(completion) == told

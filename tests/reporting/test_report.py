@@ -1,3 +1,5 @@
+"""Tests of the HTML report of a run and of its charts."""
+
 import itertools
 import json
 import math
@@ -104,7 +106,7 @@ def run(tmp_path: Path) -> Path:
     )
 
 
-def test_the_page_says_what_happened(run: Path):
+def test_page_summarizes_the_run(run: Path):
     _, page = report(run)
     assert "smollm2-135m on arithmetic" in page
     sentence = "In 3 steps, greedy accuracy on 64 held-out prompts rose from 25.0% [15.0, 35.0] to 75.0% [65.0, 85.0]; "
@@ -115,8 +117,8 @@ def test_the_page_says_what_happened(run: Path):
     assert "<dd class=warn>3</dd>" in write_report(run).read_text()  # failed rewards
 
 
-def test_there_is_a_page_whatever_an_evaluation_could_not_measure(tmp_path: Path):
-    """Such as the reward of greedy answers, where all of these failed and those of the samples did not."""
+def test_page_is_written_if_evaluations_lack_measures(tmp_path: Path):
+    """For example, the rewards of all greedy answers failed, and those of the samples did not."""
 
     def row(step, missing, verdicts):
         measured = {"reward": estimate(0.4 + step / 10), "reward@k": estimate(0.3)}
@@ -131,12 +133,12 @@ def test_there_is_a_page_whatever_an_evaluation_could_not_measure(tmp_path: Path
             _, page = report(make_run(tmp_path / "r", steps, rows))
             said = "greedy accuracy" if verdicts else "reward of greedy answers"
             if {"greedy", "reward"} & {*first, *last}:
-                said = ""  # of what only one of them has nothing can be said
+                said = ""  # a measure that one evaluation lacks is not compared
             assert said in page
             assert format_accuracy_change(tmp_path / "r")
 
 
-def test_overlapping_intervals_are_called_so(tmp_path: Path):
+def test_overlapping_intervals_are_named_as_such(tmp_path: Path):
     _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 0.65), evaluation(1, 0.5)]))
     assert "fell from 65.0% [55.0, 75.0] to 50.0% [40.0, 60.0]; the intervals overlap, so it may be chance." in page
     assert "-15.0 overlapping" in page
@@ -150,7 +152,7 @@ def few(step: int, value: float, n: int = 3) -> dict:
     return {**evaluation(step, value), "n": n, "greedy": alone, "mean@k": alone, "pass@k": alone}
 
 
-def test_a_gain_from_few_prompts_is_not_more_than_that(tmp_path: Path):
+def test_gain_from_few_prompts_is_shown_without_an_interval(tmp_path: Path):
     _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [few(0, 0.5), few(1, 0.75)]))
     assert "rose from 50.0% to 75.0%; that is too few prompts for an interval, so it may be chance." in page
     assert "3 prompts, 8 samples of each; too few prompts for an interval" in page
@@ -158,13 +160,13 @@ def test_a_gain_from_few_prompts_is_not_more_than_that(tmp_path: Path):
     assert not re.search(r"\[[-\d.]+, |inf\b|\bnan\b|95%", " ".join(page.text))
 
 
-def test_what_has_not_changed_is_no_chance(tmp_path: Path):
+def test_unchanged_accuracy_is_not_called_chance(tmp_path: Path):
     _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 1.0), evaluation(1, 1.0)]))
     assert "In 1 step, greedy accuracy on 64 held-out prompts stayed at 100.0% [90.0, 110.0]." in page
     assert "chance" not in page
 
 
-def test_every_chart_that_has_data_is_drawn_and_no_other(run: Path):
+def test_only_charts_with_data_are_drawn(run: Path):
     html, _ = report(run)
     drawn = re.findall(r'class="title"[^>]*>([^<]*)<', html)
     assert drawn == ["Held-out accuracy", "Reward", "Dead groups", "Length", "Sampler gap", "Time"]
@@ -194,8 +196,8 @@ def test_no_completion_is_shown_twice_and_a_failed_reward_is_the_worst(tmp_path:
     ]  # fmt: skip
 
 
-def test_traces_by_length_are_the_best_and_the_worst_of_short_middling_and_long_ones(tmp_path: Path):
-    """Six lengths, two in each third; the longer of two has the lower reward in the first third alone."""
+def test_traces_by_length_show_the_best_and_worst_of_each_third(tmp_path: Path):
+    """Six lengths, two in each third; only in the first third does the longer one have the lower reward."""
     rewards = {1: 1.0, 2: 0.0, 3: 0.2, 4: 0.6, 5: 0.1, 6: 0.9}
     rollouts = [{**rollout(1, reward, f"said {n}"), "tokens": [0] * n} for n, reward in rewards.items()]
     shown = {"log": {"traces": "by_length"}}
@@ -209,12 +211,12 @@ def test_traces_by_length_are_the_best_and_the_worst_of_short_middling_and_long_
     assert "each third" in html
 
 
-def test_a_prefix_stands_apart_before_its_completion(tmp_path: Path):
+def test_prefix_is_shown_in_italics_before_its_completion(tmp_path: Path):
     html, _ = report(make_run(tmp_path / "r", rollouts=[{**rollout(1, 1.0, " 7"), "prefix": "3 + 4 <is>"}]))
     assert "<i>3 + 4 &lt;is&gt;</i> 7</pre>" in html
 
 
-def test_what_did_not_fit_fp16_is_counted_where_that_was_computed_in(run: Path, tmp_path: Path):
+def test_updates_too_large_for_fp16_are_counted_only_in_fp16_runs(run: Path, tmp_path: Path):
     assert "too large for fp16" not in report(run)[0]
     steps = [{**step_metrics(n), "skipped/overflow": 2.0, "loss_scale": 8.0} for n in (1, 2)]
     assert "<dt>Updates too large for fp16</dt><dd class=warn>4</dd>" in report(make_run(tmp_path / "r", steps))[0]
@@ -228,7 +230,7 @@ def test_the_page_needs_no_network_and_no_script(run: Path):
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
 
 
-def test_hostile_text_is_only_ever_text(tmp_path: Path):
+def test_hostile_text_is_escaped(tmp_path: Path):
     config = {"policy": {"model": HOSTILE}, "task": {"name": HOSTILE}, "git": HOSTILE, HOSTILE: [HOSTILE]}
     metrics = [{**step_metrics(1), f"reward/{HOSTILE}": 1.0, "reward/other": 0.5}]
     rollouts = [{**rollout(1, None, HOSTILE, HOSTILE), "error": HOSTILE}, rollout(1, 1.0, HOSTILE[::-1])]
@@ -250,14 +252,14 @@ def test_a_long_completion_is_cut_with_a_note(tmp_path: Path):
     assert len(html) < 30_000
 
 
-def test_a_run_of_one_step(tmp_path: Path):
+def test_run_of_one_step_has_a_page(tmp_path: Path):
     _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 0.5)], [rollout(1, 1.0)]))
     assert "The mean reward went from 0.100 at step 1 to 0.100 at step 1." in page
     assert "1 of 3" in page
 
 
 @pytest.mark.parametrize("missing", [(), ("metrics",), ("rollouts",), ("evals",), ("metrics", "rollouts", "evals")])
-def test_an_empty_run(tmp_path: Path, missing: tuple[str, ...]):
+def test_empty_run_has_a_page(tmp_path: Path, missing: tuple[str, ...]):
     run = make_run(tmp_path / "r", config={})
     for name in missing:
         (run / f"{name}.jsonl").unlink()
@@ -265,7 +267,7 @@ def test_an_empty_run(tmp_path: Path, missing: tuple[str, ...]):
     assert "No step was finished." in page
 
 
-def test_a_folder_without_a_config(tmp_path: Path):
+def test_folder_without_a_config_has_a_page(tmp_path: Path):
     run = make_run(tmp_path / "r", [step_metrics(1)])
     (run / "config.json").unlink()
     assert "a model on a task" in report(run)[1]
@@ -281,13 +283,13 @@ def test_a_killed_run_loses_only_its_half_written_lines(run: Path):
     assert "said 3 1.0" in page
 
 
-def test_the_ends_of_the_rollouts_are_whole_steps(run: Path):
+def test_read_end_rollouts_returns_the_whole_first_and_last_step(run: Path):
     first, last = read_end_rollouts(run / "rollouts.jsonl")
     assert [row["step"] for row in first] == [1] * 5
     assert [row["step"] for row in last] == [3] * 5
 
 
-def test_one_step_has_no_other_end(tmp_path: Path):
+def test_read_end_rollouts_of_one_step_returns_no_last_step(tmp_path: Path):
     run = make_run(tmp_path / "r", rollouts=[rollout(1, 0.0), rollout(1, 1.0)])
     assert [len(rows) for rows in read_end_rollouts(run / "rollouts.jsonl")] == [2, 0]
 
@@ -336,13 +338,13 @@ def test_intervals_are_drawn_from_low_to_high():
     assert next(tip.text for tip in drawn.iter("title")) == "y, step 1: 0.5 [0, 1]"
 
 
-def test_stacked_layers_stand_on_each_other_and_say_their_own_height():
+def test_stacked_layers_build_on_each_other_and_keep_their_values():
     bottom, top = stack_series([Series("a", [Point(1, 2.0), Point(2, 3.0)]), Series("b", [Point(2, 4.0)])])
     assert [(point.base, point.top) for point in bottom.points] == [(0, 2), (0, 3)]
     assert [(point.base, point.top, point.y) for point in top.points] == [(3, 7, 4)]
 
 
-def test_ticks_are_round_and_reach_around_the_values():
+def test_ticks_are_round_and_span_the_values():
     assert compute_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert compute_ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert compute_ticks(0, 30) == [0, 10, 20, 30]
@@ -363,13 +365,13 @@ def test_labels_at_line_ends_do_not_overlap():
     assert heights[-1] <= 224
 
 
-def test_the_strip_is_stronger_where_a_token_was_less_likely():
+def test_token_strip_is_stronger_for_less_likely_tokens():
     cells = ElementTree.fromstring(render_token_strip([0.0, -0.6931471805599453, None]))
     assert [cell.get("fill-opacity") for cell in cells.iter("rect")] == ["0.00", "0.50", "1.00"]
     assert render_token_strip([]) == ""
 
 
-def test_seeds_are_their_mean_and_range_at_the_steps_they_share():
+def test_seed_series_has_mean_and_range_at_shared_steps():
     lines = [[Point(1, 1.0), Point(2, 2.0)], [Point(2, 4.0), Point(3, 9.0)], []]
     assert make_seed_series("y", lines, "first") == Series("y", [Point(2, 3.0, 2.0, 4.0)], "first band")
     assert make_seed_series("y", lines[1:], "first") == Series("y", lines[1], "first")
@@ -382,11 +384,11 @@ def test_two_tasks_are_not_mixed(tmp_path: Path):
     assert "from 20.0% [10.0, 30.0] to 80.0%" in page
 
 
-def test_records_of_a_file_that_is_not_there(tmp_path: Path):
+def test_records_of_a_missing_file_are_empty(tmp_path: Path):
     assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
-def test_what_x_counts_is_said_on_the_axis_at_the_points_and_in_the_summary():
+def test_chart_names_the_x_unit_on_axis_points_and_summary():
     drawn = draw_chart("t", "s", [Series("y", [Point(64, 1.0), Point(128, 2.0)], unit="tokens")])
     assert ">tokens 0</text>" in drawn
     assert "y, tokens 64: 1" in drawn
@@ -394,7 +396,7 @@ def test_what_x_counts_is_said_on_the_axis_at_the_points_and_in_the_summary():
     assert "step" not in drawn
 
 
-# ---------------------------------------------------------------- numbers as no one thought of
+# ---------------------------------------------------------------- unusual numbers
 
 
 def series_of(kind, rng):
@@ -422,14 +424,14 @@ def test_any_numbers_can_be_drawn_and_lie_within_the_axes(kind):
         assert sorted(found) == found
 
 
-def test_two_rewards_that_differ_by_rounding_are_a_report(run):
-    """Seen: ZeroDivisionError in the report, before the model was saved."""
+def test_rewards_that_differ_by_rounding_can_be_drawn(run):
+    """They once raised ZeroDivisionError in the report, before the model was saved."""
     rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate([0.1, 0.10000000000000002], 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "<svg" in write_report(run).read_text(encoding="utf-8")
 
 
-def test_what_is_no_number_is_left_out_of_a_chart(run):
+def test_values_that_are_not_finite_are_left_out_of_a_chart(run):
     (run / "metrics.jsonl").write_text(
         '{"step": 1, "kl": NaN}\n{"step": 2, "kl": 1e999}\n{"step": 3, "kl": null}\n{"step": 4, "kl": 0.5}\n'
     )
@@ -438,8 +440,8 @@ def test_what_is_no_number_is_left_out_of_a_chart(run):
     assert "kl, step 1" not in page
 
 
-def test_spaces_where_a_bad_line_was_do_not_part_a_step(run):
-    """As `loggers.truncate` leaves them."""
+def test_blanked_line_does_not_split_a_step(run):
+    """`loggers.truncate_logs` overwrites removed lines with spaces."""
     rows = [{"step": 1, "i": i} for i in range(4)]
     lines = [json.dumps(row) + "\n" for row in rows]
     lines[2] = " " * 50 + lines[2]

@@ -1,4 +1,4 @@
-"""Conversations in rollouts.jsonl, on the screen and on the page: who said what, what was sampled, what went wrong."""
+"""Tests of conversations in rollouts.jsonl, on the console and in the HTML report."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def drawn(shown):
 # ---------------------------------------------------------------- rollouts.jsonl
 
 
-def test_a_rollout_holds_all_that_was_said_and_how_it_went(tmp_path):
+def test_rollout_record_holds_the_messages_and_the_outcome(tmp_path):
     (row,) = logged(tmp_path, group(completion()))
     assert row["messages"] == [dict(message) for message in TALK]
     assert (row["turns"], row["events"], row["environment_reward"]) == (3, EVENTS, 0.25)
@@ -85,7 +85,7 @@ def test_a_rollout_holds_all_that_was_said_and_how_it_went(tmp_path):
     assert "branches" not in row
 
 
-def test_earlier_sequences_have_their_tokens_and_count_as_turns(tmp_path):
+def test_branches_are_logged_with_tokens_and_count_as_turns(tmp_path):
     earlier = Completion((7, 8), (-1.0, 0.0), "5", True, given_spans=((1, 2),), messages=TALK[3:5])
     (row,) = logged(tmp_path, group(completion(branches=(earlier,))))
     assert row["branches"] == [
@@ -95,17 +95,17 @@ def test_earlier_sequences_have_their_tokens_and_count_as_turns(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["turns/mean"] == 4
 
 
-def test_why_a_conversation_could_not_be_held_is_written_down(tmp_path):
+def test_environment_error_is_logged(tmp_path):
     (row,) = logged(tmp_path, group(replace(completion(), outcome=ConversationOutcome(error="reset: no room"))))
     assert row["environment_error"] == "reset: no room"
     assert "events" not in row
     assert "environment_reward" not in row
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- formatting
 
 
-def test_calls_are_written_as_one_writes_them():
+def test_tool_calls_are_formatted_like_python_calls():
     assert format_tool_call(CALL) == 'multiply(a=3, unit="<m>")'
     assert format_tool_call({"function": {"name": "now", "arguments": {}}}) == "now()"
     assert format_message(TALK[0]) == 'let me see\ncalls multiply(a=3, unit="<m>")'
@@ -115,31 +115,31 @@ def test_calls_are_written_as_one_writes_them():
     )
 
 
-def test_the_name_of_a_tool_is_a_short_one():
-    """Of a tool that is not there the policy has made it up."""
+def test_long_tool_names_are_shortened():
+    """The policy can invent the name of a tool that does not exist."""
     assert get_speaker({"role": "tool", "name": "multiply", "content": ""}) == "tool multiply"
     assert get_speaker({"role": "tool", "name": "x" * 5000, "content": ""}) == f"tool {'x' * MAX_TOOL_NAME_CHARACTERS}…"
     assert get_speaker({"role": "tool", "content": ""}) == "tool"
 
 
-def test_what_a_tool_answers_is_a_fault_and_not_what_others_quote():
+def test_only_errors_from_tools_count_as_failed_calls():
     error = "{'error': 'no b'}"
     assert is_failed_call({"role": "tool", "name": "multiply", "content": error})
     assert not is_failed_call({"role": "tool", "name": "multiply", "content": f"it said {error}"})
     assert not is_failed_call({"role": "user", "content": error})
 
 
-def test_the_most_frequent_faults_have_their_names():
+def test_most_frequent_faults_are_named():
     shares = {"tools/calls": 2.0, "tools/unknown": 0.02, "tools/raised": 0.03, "tools/timeout": 0.5, "turns/mean": 1.0}
     assert format_fault_shares(shares) == "50% timeout, 3% raised, 2% other"
     assert format_fault_shares({"tools/calls": 2.0, "tools/unknown": 0.12}) == "12% unknown"
     assert format_fault_shares({"tools/calls": 2.0}) == ""
 
 
-# ---------------------------------------------------------------- the screen
+# ---------------------------------------------------------------- the console
 
 
-def test_a_line_shows_turns_and_faults_of_tools(capsys):
+def test_plain_line_shows_turns_and_tool_faults(capsys):
     PlainLogger(3).log(
         1, {"completion/finished": 1.0, "turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, []
     )
@@ -150,7 +150,7 @@ def test_a_line_shows_turns_and_faults_of_tools(capsys):
     assert capsys.readouterr().out == "step 1/3  fin 1.00\n"
 
 
-def test_the_live_display_shows_turns_and_faults_of_tools():
+def test_live_display_shows_turns_and_tool_faults():
     log = ConsoleLogger(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
     log.log(1, {"turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, [])
     picture = drawn(log.render())
@@ -161,7 +161,7 @@ def test_the_live_display_shows_turns_and_faults_of_tools():
     assert "turns" not in drawn(log.render())
 
 
-def test_an_answer_of_an_evaluation_is_shown_turn_by_turn():
+def test_verdict_table_shows_a_conversation_turn_by_turn():
     lines = [" ".join(line.split()) for line in drawn(make_verdict_table(group(completion()))).splitlines()]
     assert lines[:9] == [
         "question What is 3 * 4?",
@@ -176,7 +176,7 @@ def test_an_answer_of_an_evaluation_is_shown_turn_by_turn():
     ]
 
 
-def test_a_long_observation_lacks_its_middle_on_the_screen():
+def test_long_observation_loses_its_middle_on_the_console():
     heard = {"role": "tool", "name": "shout", "content": "begin" + "a" * 20_000 + "end"}
     shown = drawn(make_verdict_table(group(completion((TALK[0], heard, TALK[-1])))))
     assert f"[{20_008 - MAX_MESSAGE_CHARACTERS:,} characters left out]" in shown
@@ -200,7 +200,7 @@ def hostile_talk():
     )
 
 
-def test_hostile_observations_harm_no_screen():
+def test_hostile_observations_are_escaped_on_the_console():
     shown = drawn(make_verdict_table(group(completion(hostile_talk(), {"calls": 1, HOSTILE: 1}))))
     assert not {*map(chr, (*CONTROL_CODES, *BIDI_CODES))} & set(shown)
     unwrapped = re.sub(r"\s", "", shown)
@@ -208,10 +208,10 @@ def test_hostile_observations_harm_no_screen():
     assert "\\x1b[31m" in unwrapped
 
 
-# ---------------------------------------------------------------- the page
+# ---------------------------------------------------------------- the HTML report
 
 
-def test_the_page_tells_message_by_message_who_said_it(tmp_path):
+def test_report_shows_each_message_with_its_speaker(tmp_path):
     logged(tmp_path, group(completion()))
     html, page = page_of(tmp_path)
     items = re.findall(r'<li class="(\w+)"><p>(.*?)</p><pre[^>]*>(.*?)</pre></li>', html, re.DOTALL)
@@ -229,7 +229,7 @@ def test_the_page_tells_message_by_message_who_said_it(tmp_path):
     assert f"best, {figures} (1 unreadable, 1 arguments), 3 tokens sampled and 2 given, finished" in page
 
 
-def test_an_answer_alone_is_shown_as_ever(tmp_path):
+def test_single_answer_is_shown_without_a_message_list(tmp_path):
     logged(tmp_path, group(Completion((1, 2), (-0.5, -0.5), "12", True)))
     html, page = page_of(tmp_path)
     assert "<ol" not in html
@@ -237,7 +237,7 @@ def test_an_answer_alone_is_shown_as_ever(tmp_path):
     assert "given to it" not in page
 
 
-def test_conversations_with_the_same_last_turn_are_two(tmp_path):
+def test_conversations_with_the_same_last_turn_are_both_shown(tmp_path):
     logged(tmp_path, group(completion(), completion(TALK[3:]), completion()))
     assert page_of(tmp_path)[0].count("<article") == 2
 
@@ -249,7 +249,7 @@ def test_a_rewritten_history_is_shown_before_the_new_one(tmp_path):
     assert html.index("before</pre>") < html.index("the history was rewritten") < html.index("let me see")
 
 
-def test_of_very_many_messages_those_in_the_middle_are_left_out(tmp_path):
+def test_middle_of_a_long_conversation_is_left_out(tmp_path):
     long = tuple({"role": "assistant", "content": f"turn {i}."} for i in range(100))
     logged(tmp_path, group(completion(long)))
     html, page = page_of(tmp_path)
@@ -258,7 +258,7 @@ def test_of_very_many_messages_those_in_the_middle_are_left_out(tmp_path):
     assert shown == [*range(MAX_MESSAGES // 2), *range(100 - MAX_MESSAGES // 2, 100)]
 
 
-def test_hostile_observations_are_only_ever_text(tmp_path):
+def test_hostile_observations_are_escaped_in_the_report(tmp_path):
     logged(tmp_path, group(completion(hostile_talk(), {"calls": 1, HOSTILE: 1})))
     html, page = page_of(tmp_path)
     assert page.tags <= ALLOWED
@@ -268,7 +268,7 @@ def test_hostile_observations_are_only_ever_text(tmp_path):
     assert len(html) < 80_000
 
 
-def test_given_tokens_are_a_thin_line_and_have_no_chance():
+def test_given_tokens_are_drawn_thin_without_a_probability():
     cells = ElementTree.fromstring(render_token_strip([0.0, 0.0, -0.6931471805599453, None], [[1, 2]]))
     assert [(cell.get("class"), cell.get("height")) for cell in cells.iter("rect")] == [
         (None, "1"), ("given", "0.2"), (None, "1"), (None, "1"),
@@ -278,7 +278,7 @@ def test_given_tokens_are_a_thin_line_and_have_no_chance():
     assert render_token_strip([0.0], [[0, 1]]) == ""
 
 
-def test_steps_without_calls_or_faults_are_drawn_as_such():
+def test_tool_charts_handle_steps_without_calls_or_faults():
     rows = [
         {"step": 1, "turns/mean": 1.0},
         {"step": 2, "turns/mean": 2.0, "tools/calls": 1.0, "tools/raised": 0.5},
@@ -295,7 +295,7 @@ def test_steps_without_calls_or_faults_are_drawn_as_such():
 
 
 @pytest.mark.parametrize("kind", ["turns/mean", "tools/calls"])
-def test_the_page_has_the_charts_of_conversations(tmp_path, kind):
+def test_report_has_the_conversation_charts(tmp_path, kind):
     logged(tmp_path, group(completion()))
     titles = {"turns/mean": ["Turns"], "tools/calls": ["Tool calls", "Failed calls"]}
     drawn_titles = re.findall(r'class="title"[^>]*>([^<]*)<', page_of(tmp_path)[0])

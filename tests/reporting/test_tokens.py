@@ -1,4 +1,4 @@
-"""The files of tokens: what goes in comes out, in one line of pandas too; whole or not there; forgotten by a resume."""
+"""Tests of token files: round trips, pandas, damaged files, and deletion by a resume."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def columns(step: int) -> dict[str, list]:
     }
 
 
-def test_what_is_written_is_read_with_its_metadata(tmp_path: Path) -> None:
+def test_written_tokens_are_read_back_with_metadata(tmp_path: Path) -> None:
     token_files.write_tokens(tmp_path, 12, columns(12), ABOUT)
     table = token_files.read_tokens(tmp_path, 12)
     assert table.schema.equals(token_files.TOKEN_SCHEMA)
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_with_its_metadata(tmp_path: Path) -> None:
     assert found["advantage"] == [None, None]
 
 
-def test_pandas_reads_all_steps_in_one_line_and_no_half_written_one(tmp_path: Path) -> None:
+def test_pandas_reads_all_steps_and_no_partial_file(tmp_path: Path) -> None:
     token_files.write_tokens(tmp_path, 2, columns(2), ABOUT)
     token_files.write_tokens(tmp_path, 1_000_000, columns(1_000_000), ABOUT)
     (tmp_path / "tokens" / ".step-000003.parquet.partial").write_bytes(b"PAR1")
@@ -52,7 +52,7 @@ def test_pandas_reads_all_steps_in_one_line_and_no_half_written_one(tmp_path: Pa
     assert token_files.list_recorded_steps(tmp_path) == [2, 1_000_000]
 
 
-def test_what_comes_after_a_step_is_forgotten_and_what_is_half_written(tmp_path: Path) -> None:
+def test_delete_tokens_removes_later_steps_and_partial_files(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         token_files.write_tokens(tmp_path, step, columns(step), ABOUT)
     partial = tmp_path / "tokens" / ".step-000004.parquet.partial"
@@ -70,7 +70,7 @@ def test_a_run_without_tokens_has_no_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, -1])
-def test_a_damaged_file_is_one_line(tmp_path: Path, keep: int) -> None:
+def test_damaged_file_raises_one_line(tmp_path: Path, keep: int) -> None:
     token_files.write_tokens(tmp_path, 1, columns(1), ABOUT)
     path = token_files.get_tokens_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:keep])
@@ -79,13 +79,13 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, keep: int) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_file_of_another_version_says_so(tmp_path: Path) -> None:
+def test_file_of_another_version_is_refused(tmp_path: Path) -> None:
     token_files.write_tokens(tmp_path, 1, columns(1), {**ABOUT, "version": 2})
     with pytest.raises(UserError, match="another version"):
         token_files.read_tokens(tmp_path, 1)
 
 
-def test_half_a_surrogate_pair_in_a_message_does_not_end_the_run(tmp_path: Path) -> None:
+def test_lone_surrogate_in_an_error_message_is_replaced(tmp_path: Path) -> None:
     token_files.write_tokens(tmp_path, 1, columns(1) | {"error": [None, "bad \ud83d"]}, ABOUT)
     assert token_files.read_tokens(tmp_path, 1)["error"].to_pylist() == [None, "bad ?"]
 

@@ -1,4 +1,4 @@
-"""Signs that training has gone wrong: there in a run that collapsed, and not in runs that learned."""
+"""Tests of the warning signs of failed training: present in collapsed runs, absent in runs that learned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def graded(*right, questions="same"):
-    """The evaluation of greedy answers that are right (1), wrong (0) or undecided (None)."""
+    """Return the evaluation of greedy answers that are right (1), wrong (0) or undecided (None)."""
     share = estimate_share([each for each in right if each is not None])
     return Evaluation("t", "test", len(right), 0, share, Estimate(), Estimate(), right, questions, has_verdicts=True)
 
@@ -38,7 +38,7 @@ def keys(rows, evaluations=None):
 
 
 def steps(count=10, **values):
-    """Rows whose metrics are numbers, or functions of the step."""
+    """Return rows whose metrics are numbers, or functions of the step."""
     return [
         {"step": step, **{name: value(step) if callable(value) else value for name, value in values.items()}}
         for step in range(1, count + 1)
@@ -48,7 +48,7 @@ def steps(count=10, **values):
 # ---------------------------------------------------------------- the best evaluation
 
 
-def test_the_first_of_the_best_counts_and_evaluations_after_it_are_counted():
+def test_best_evaluation_is_the_earliest_and_later_ones_are_counted():
     evaluations = {0: of(20), 10: of(41), 20: of(30), 30: of(41)}
     best = find_best_evaluation(evaluations)
     assert (best.step, best.measure, best.estimate.value) == (10, "greedy", 0.41)
@@ -60,13 +60,13 @@ def test_the_first_of_the_best_counts_and_evaluations_after_it_are_counted():
     assert count_evaluations_since_best({}) == 0
 
 
-def test_where_rewards_are_degrees_the_mean_reward_counts():
+def test_best_evaluation_is_by_mean_reward_without_verdicts():
     best = find_best_evaluation({0: rewarded(0.1, 0.3), 10: rewarded(0.5, 0.7), 20: rewarded(0.2, 0.9)})
     assert (best.step, best.measure) == (10, "reward")
     assert best.describe() == "step 10, reward 0.60 [-0.67, 1.87]"
 
 
-def test_one_evaluation_without_verdicts_makes_all_of_them_degrees():
+def test_one_evaluation_without_verdicts_compares_all_by_reward():
     both = rewarded(0.2, 0.2)
     first = replace(of(2, 2), reward=both.reward)
     assert find_best_evaluation({0: first, 10: rewarded(0.1, 0.1)}).step == 0
@@ -87,8 +87,8 @@ def test_a_measure_that_one_evaluation_lacks_is_not_compared():
 
 
 @pytest.mark.parametrize(("lost", "won", "is_sign"), [(9, 0, True), (8, 0, False), (14, 2, True), (13, 2, False)])
-def test_accuracy_fell_where_so_many_answers_lost_are_no_chance(lost, won, is_sign):
-    """By hand: 2^-9 and 137 / 2^16 (at least 14 of 16 changes are losses) are below 0.0028; 2^-8 and 121 / 2^15 not."""
+def test_accuracy_fall_needs_more_losses_than_chance(lost, won, is_sign):
+    """By hand: 2^-9 and 137 / 2^16 (at least 14 losses in 16 changes) are below 0.0028; 2^-8 and 121 / 2^15 are not."""
     rest = 30
     before = graded(*[1] * lost, *[0] * won, *[1, 0] * rest)
     now = graded(*[0] * lost, *[1] * won, *[1, 0] * rest)
@@ -97,7 +97,7 @@ def test_accuracy_fell_where_so_many_answers_lost_are_no_chance(lost, won, is_si
     assert find_accuracy_fall({0: now, 10: before}) is None
 
 
-def test_undecided_questions_are_no_change():
+def test_undecided_questions_do_not_count_as_changes():
     assert find_accuracy_fall({0: graded(*[1] * 20), 10: graded(*[None] * 12, *[1] * 8)}) is None
     assert find_accuracy_fall({0: graded(*[1] * 20), 10: graded(*[None] * 8, *[0] * 12)}) is not None
 
@@ -116,8 +116,8 @@ def test_the_sign_names_both_evaluations_and_what_to_change():
         assert part in sign.describe()
 
 
-def test_other_questions_and_rewards_are_compared_by_their_intervals():
-    """23 of 100 and 41 of 100 have intervals that touch, 22 have not."""
+def test_different_questions_and_rewards_are_compared_by_intervals():
+    """The intervals of 23 of 100 and 41 of 100 touch; those of 22 and 41 do not."""
     for right, is_sign in ((24, False), (22, True)):
         other = graded(*(int(i < right) for i in range(100)), questions="others")
         assert (find_accuracy_fall({0: of(41), 10: other}) is not None) == is_sign
@@ -127,8 +127,8 @@ def test_other_questions_and_rewards_are_compared_by_their_intervals():
     assert find_accuracy_fall({0: rewarded(0.8, 0.9), 10: rewarded(0.1, 0.2)}) is None
 
 
-def test_equal_policies_rarely_look_as_if_they_had_fallen():
-    """Every outcome of 20 questions that both policies answer by a coin, with its probability."""
+def test_equal_policies_rarely_trigger_an_accuracy_fall():
+    """Enumerate every outcome of 20 questions that both policies answer by coin flip, with its probability."""
     chance = 0.0
     for lost in range(21):
         for won in range(21 - lost):
@@ -144,14 +144,14 @@ def test_equal_policies_rarely_look_as_if_they_had_fallen():
 
 
 def test_a_collapse_is_seen_before_its_tenth_step():
-    """Half a billion parameters on GSM8K at a learning rate of 1e-5: entropy rose from .4 to .75 in ten steps."""
+    """A 0.5B model on GSM8K at a learning rate of 1e-5: entropy rose from 0.4 to 0.75 in ten steps."""
     [sign] = find_warning_signs(steps(entropy=lambda step: 0.4 + 0.35 * (step - 1) / 9), {})
     assert sign.key == "why.entropy_rose"
     assert sign.step == 9
     assert "from 0.44 to 0.67" in sign.describe()
 
 
-def test_no_recorded_run_that_learned_has_a_sign_and_those_that_stuck_have_one():
+def test_recorded_runs_have_a_sign_only_if_they_were_stuck():
     found = {}
     for path in sorted(DOCS.rglob("metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -177,12 +177,12 @@ def test_no_recorded_run_that_learned_has_a_sign_and_those_that_stuck_have_one()
         ({"update/kl": None}, False),
     ],
 )
-def test_updates_are_too_large_above_both_limits_in_three_steps_in_a_row(changed, is_sign):
+def test_update_sign_needs_three_steps_in_a_row_above_both_limits(changed, is_sign):
     rows = steps(**{"update/kl": 0.011, "completion/length_mean": 100.0, **changed})
     assert keys(rows) == (["why.update_too_large"] if is_sign else [])
 
 
-def test_a_sign_of_updates_gives_both_numbers():
+def test_update_sign_states_both_numbers():
     [sign] = find_warning_signs(steps(**{"update/kl": 0.011, "completion/length_mean": 100.0}), {})
     assert sign.step == 3
     assert "0.011 nats per token, 1.1 in an answer" in sign.describe()
@@ -200,13 +200,13 @@ def test_a_sign_of_updates_gives_both_numbers():
         (lambda step: float("nan") if step > 3 else 1.0, {"groups/dead_all_wrong": 1.0}, None),
     ],
 )
-def test_entropy_has_a_range(entropy, dead, key):
+def test_entropy_sign_needs_a_large_drop_and_unsolved_groups(entropy, dead, key):
     assert keys(steps(entropy=entropy, **dead)) == ([key] if key else [])
 
 
 FINISHED_UNTIL_THE_COLLAPSE = [0.97, 0.98, 0.96, 0.89, 0.96, 0.76, 0.56, 0.49, 0.29, 0.32, 0.20]
-"""Steps 23 to 33 of half a billion parameters on GSM8K with a constant rate of 1e-4; from step 29 on answers repeat
-"The answer is 25." until the limit."""
+"""Steps 23 to 33 of a 0.5B model on GSM8K at a constant learning rate of 1e-4; from step 29 on, answers repeat
+"The answer is 25." until the length limit."""
 
 
 def test_answers_that_no_longer_end_are_a_sign():
@@ -229,11 +229,11 @@ def test_answers_that_no_longer_end_are_a_sign():
         lambda step: None if step < 9 else 0.9 - 0.1 * step,
     ],
 )
-def test_a_small_or_short_rise_of_the_share_cut_off_is_no_sign(finished):
+def test_small_or_short_rise_of_the_cut_off_share_is_no_sign(finished):
     assert keys(steps(**{"completion/finished": finished})) == []
 
 
-def test_each_kind_is_reported_once_and_in_the_order_of_steps():
+def test_each_sign_is_reported_once_in_the_order_of_steps():
     rows = steps(20, **{"update/kl": 1.0, "completion/length_mean": 9.0, "entropy": lambda step: step / 10})
     evaluations = {0: of(40), 5: of(10), 10: of(5)}
     assert keys(rows, evaluations) == ["why.update_too_large", "why.accuracy_fell", "why.entropy_rose"]

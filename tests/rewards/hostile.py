@@ -1,6 +1,6 @@
-"""Texts that mean harm, through every grader: none raises, none is slow, none is credited for what it does not say.
+"""Run hostile texts through every grader: no text may raise an error, be slow, or be credited wrongly.
 
-python tests/rewards/hostile.py 10000         # texts; prints counts, and the slowest of every grader
+python tests/rewards/hostile.py 10000         # number of texts; prints counts, and the slowest text of every grader
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pellucid.tasks.sorting import Sorting
 from pellucid.types import Completion, Progress, Prompt
 
 SLOW = 0.1
-"""Seconds of computing, whatever else the machine does. Most completions are shorter than these texts by far."""
+"""CPU time in seconds above which a text counts as slow. Most completions are far shorter than these texts."""
 LONGEST = 20_000
 GOLD = "7919"
-"""The right answer of every grader that compares numbers. No scrap has a 7, so none of them can make it."""
+"""The gold answer of every grader that compares numbers. No scrap has a 7, so scraps cannot form it."""
 
 SCRAPS = (
     *"0123456890 \n\t.,;:!?'\"()[]{}<>|+-*/=^_%$#&~\\`",
@@ -131,7 +131,7 @@ WRONG = ("\\boxed{5}", "<answer>5</answer>", "\\boxed{\\frac{5}{2}}", "<answer>\
 
 
 def texts(n: int, seed: int = 0) -> Iterator[str]:
-    """Of five shapes; where the gold answer is in one, another is marked behind it, in a box that nothing can open."""
+    """Yield n texts of five shapes. A text that contains the gold answer ends with another answer in a box."""
     for i in range(n):
         rng = Random(f"hostile/{seed}/{i}")
         length = int(10 ** rng.uniform(0.5, 4.3))
@@ -170,8 +170,8 @@ def of_term(name: str, gold: str) -> Callable[[str], bool]:
 
 
 def graders() -> dict[str, Callable[[str], bool]]:
-    """Whether a text is credited. The literal forms credit what they contain, and are asked for their speed only."""
-    # With a sum that no scrap is, and pieces that no scrap states.
+    """Return graders that say whether a text is credited. Literal ones credit any mention and are only timed."""
+    # No scrap equals the sum of these pieces, and no scrap states them.
     pieces = {"right": 3, "left": -2, "p": 1, "m": 4000, "q": 4000, "k": 2}
     number = Prompt("p", "?", GOLD)
     continuity = Prompt("p", "?", "", {"pieces": pieces})
@@ -200,9 +200,9 @@ def main(n: int) -> None:
     every = list(texts(n))
     failures = 0
     for credits in graders().values():
-        for text in WARM:  # sympy is imported, and its parser learns the grammar, with the first formulas
+        for text in WARM:  # the first formulas import sympy and build the grammar of its parser
             credits(text)
-    gc.freeze()  # texts and grammar are not gone through again while a grader is timed
+    gc.freeze()  # the garbage collector does not scan texts and grammar while a grader is timed
     for name, credits in graders().items():
         slowest, slow, credited, raised = (0.0, ""), 0, [], []
         for text in every:

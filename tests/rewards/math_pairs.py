@@ -1,6 +1,6 @@
-"""The table of what the reward `math` must credit, and how much of it the package that is imported judges rightly.
+"""Read the table of answer pairs for the reward `math`, and report which pairs it grades incorrectly.
 
-python tests/rewards/math_pairs.py            # counts by kind, and every row that is judged wrongly
+python tests/rewards/math_pairs.py            # prints every incorrectly graded row, and counts
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pellucid.rewards.terms import grade_math
 
 LIMIT = 10
-"""Seconds of a comparison, as the sandbox has it: what takes longer is judged wrongly."""
+"""Time limit of a comparison in seconds, as in the sandbox. A slower comparison counts as incorrect."""
 FORMS = {"boxed": "So it is $\\boxed{%s}$.", "tagged": "<answer>%s</answer>", "bare": "%s"}
 
 
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     completion: str
     equal: bool
     known: str
-    """Why it is judged wrongly; empty where it is not."""
+    """Why the row is graded incorrectly; empty if it is graded correctly."""
     answer: str = ""
     """The answer without the box or the tag around it."""
 
@@ -45,7 +45,7 @@ def is_right(row: Row) -> bool:
 
 
 def judged_wrongly(table: list[Row]) -> list[Row]:
-    """In a process of its own, which is ended where a comparison does not."""
+    """Return the rows that are graded incorrectly. A worker process that exceeds LIMIT is replaced."""
     wrong, pool = [], multiprocessing.Pool(1)
     for row in table:
         try:

@@ -1,4 +1,4 @@
-"""What is read again in a reward process, which then need not import what the tests do."""
+"""Classes that a reward process unpickles, apart from the tests so that it need not import what they import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST = Prompt("p", "first?")
 
 @dataclass(frozen=True)
 class Named:
-    """Its fields and helpers have names that mean something to us."""
+    """A task whose fields and helpers have names that mean something else in Pellucid."""
 
     seed: int = 0
     split: str = "train"
@@ -37,7 +37,7 @@ class Mine(Dataset):
 
 
 class Grudge(Exception):  # noqa: N818
-    """It is pickled, and cannot be read again."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, one, two):
         super().__init__(one)

@@ -1,4 +1,4 @@
-"""A task that compares siblings: it grades all completions of a step by one call."""
+"""A task that compares siblings: one call grades all completions of a step."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pellucid.types import Prompt, Reward
 
 @dataclass(frozen=True)
 class Siblings:
-    """The longest of a group gets 1. What else happens, the first prompt's text says."""
+    """The longest completion of a group gets 1. `text="short"` returns too few rewards; a completion "bad" raises."""
 
     seed: int = 0
     split: str = "train"

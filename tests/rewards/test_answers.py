@@ -1,3 +1,5 @@
+"""Test how answers and numbers are extracted from completions."""
+
 from fractions import Fraction
 
 import pytest
@@ -54,7 +56,7 @@ def test_the_last_number_is_read(text, number):
         ("so 1,080, done", 1080),
     ],
 )
-def test_commas_group_thousands_only_where_they_are_well_placed(text, number):
+def test_commas_group_thousands_only_if_well_placed(text, number):
     assert find_last_number(text) == number
 
 
@@ -109,7 +111,7 @@ def test_a_slash_divides(text, number):
         ("\uff0d\uff11\uff0c\uff10\uff18\uff10", -1080),
     ],
 )
-def test_points_and_dashes_before_a_number(text, number):
+def test_dots_and_dashes_before_a_number_are_interpreted(text, number):
     assert find_last_number(text) == number
 
 
@@ -175,7 +177,7 @@ def test_the_last_number_is_read_whole(text, number):
         "9 and then 10^4",
     ],
 )
-def test_what_cannot_be_read_whole_is_no_number_and_no_part_of_it_is(text):
+def test_unreadable_number_is_not_read_in_part(text):
     assert find_last_number(text) is None
 
 
@@ -211,7 +213,7 @@ def test_what_cannot_be_read_whole_is_no_number_and_no_part_of_it_is(text):
         ("", None),
     ],
 )
-def test_a_text_that_is_a_number_and_nothing_else(text, number):
+def test_parse_only_number_requires_a_single_number(text, number):
     assert parse_only_number(text) == number
 
 
@@ -253,28 +255,29 @@ def test_a_text_that_is_a_number_and_nothing_else(text, number):
         (r"<answer>3</think></answer>", "3</think>"),
     ],
 )
-def test_what_was_answered(text, answer):
-    """The one table that every grader rests on."""
+def test_answer_is_extracted(text, answer):
+    """Every grader relies on this function."""
     assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize("text", ["", "7", "<answer>7</answer> or 8", r"\boxed{4", r"<think>\boxed{3}</think> 4"])
-def test_where_nothing_is_marked_nothing_is(text):
+def test_unmarked_text_has_no_marked_answer(text):
     assert extract_marked_answer(text) is None
 
 
-def test_only_the_last_box_counts_even_where_it_does_not_close():
+def test_only_the_last_box_counts_even_if_unclosed():
     assert find_last_box(r"\boxed{1} \boxed{2} \boxed{3}") == "3"
     assert find_last_box(r"\boxed{1} \boxed{2") is None
     assert find_last_box("{}") is None
 
 
 @pytest.mark.parametrize("text", ["", " ", "seven", "-", ".", ",", "$", "1/0.0", "²"])
-def test_where_there_is_no_number_none_is_read(text):
+def test_text_without_a_number_gives_none(text):
     assert find_last_number(text) is None
 
 
-def test_a_number_that_python_would_not_convert_is_no_answer():
+def test_number_with_too_many_digits_is_not_read():
+    """Python converts at most 4300 digits."""
     assert find_last_number("9" * 4000) == 10**4000 - 1
     for hostile in ("9" * 10_000, "0." + "9" * 10_000, "1/" + "9" * 10_000, "1" + ",111" * 3000):
         assert find_last_number(hostile) is None
@@ -316,8 +319,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", mostly_slow(HOSTILE, every=8), ids=range(len(HOSTILE)))
-def test_hostile_texts_are_read_to_their_end(text):
-    """So long that what took a step for each pair of characters would run into the time limit of a test."""
+def test_hostile_texts_are_read_in_linear_time(text):
+    """The texts are so long that a quadratic algorithm would exceed the time limit of a test."""
     find_last_number(text), parse_only_number(text), extract_tagged_answer(text), extract_answer(text)
 
 
@@ -356,7 +359,7 @@ def test_tagged_is_strict_about_the_whole_text(text, answer):
         ("7", None),
     ],
 )
-def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
+def test_answer_tag_counts_only_if_alone_and_last(text, answer):
     assert find_answer_tag(text) == answer
 
 
@@ -375,7 +378,7 @@ def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
         ("", ("", "")),
     ],
 )
-def test_the_thought_is_split_off_and_the_answer_is_what_graders_read(text, parts):
+def test_thought_is_split_from_the_answer(text, parts):
     assert (split_thought(text)[0], extract_answer(text)) == parts
 
 
@@ -383,7 +386,7 @@ PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
 
 
 @given(PROSE, PROSE)
-def test_tags_around_any_text_are_taken_off(reasoning, answer):
+def test_tags_around_any_text_are_removed(reasoning, answer):
     text = f"<think>{reasoning}</think> <answer>{answer}</answer>"
     assert extract_tagged_answer(text) == find_answer_tag(text) == extract_answer(text) == answer.strip()
     assert split_thought(text)[0] == reasoning.strip()
@@ -397,13 +400,13 @@ GROUPS = st.recursive(
 
 
 @given(st.lists(GROUPS, max_size=4).map("".join), PROSE)
-def test_a_box_holds_whatever_braces_are_balanced(inside, behind):
+def test_box_may_contain_balanced_braces(inside, behind):
     assert find_last_box(r"\boxed{1}, no: \boxed{" + inside + "}" + behind) == inside.strip()
 
 
 @st.composite
 def written_numbers(draw):
-    """A number, and one of the ways to write it."""
+    """Draw a number in one of its notations, and return the text and the value."""
     whole, places = draw(st.integers(0, 10**9)), draw(st.text(alphabet="0123456789", min_size=1, max_size=4))
     bottom, negative = draw(st.integers(1, 99)), draw(st.booleans())
     forms = {
@@ -426,7 +429,7 @@ def written_numbers(draw):
     st.sampled_from(["", "so ", "3, then ", "= ", "\u7b54\u6848\u662f", "("]),
     st.sampled_from(["", ".", " cm", ")", "%"]),
 )
-def test_a_number_is_read_in_whatever_way_it_is_written(number, before, behind):
+def test_number_is_read_in_every_notation(number, before, behind):
     form, value = number
     assert find_last_number(before + form + behind) == value
     if "3" not in before and "=" not in before:
@@ -434,6 +437,6 @@ def test_a_number_is_read_in_whatever_way_it_is_written(number, before, behind):
 
 
 @given(st.text(alphabet="0123456789 .,'-+*/^_=(){}[]\\\\frac$%xek:\u00bd\u00b2\u2212\uff17", max_size=30))
-def test_what_is_one_number_is_the_last_number(text):
+def test_only_number_equals_the_last_number(text):
     if parse_only_number(text) is not None:
         assert parse_only_number(text) == find_last_number(text)

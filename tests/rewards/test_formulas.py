@@ -1,4 +1,4 @@
-"""The reward `math`: a table of pairs, what is read of prose, and what is refused before it is computed."""
+"""Test the reward `math`: the table of answer pairs, formulas in prose, and refused computations."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pellucid.rewards.math import (
 TABLE = rows()
 
 
-def test_the_table_has_350_pairs_of_either_sort():
+def test_table_has_at_least_350_pairs_of_each_verdict():
     assert min(sum(row.equal == equal for row in TABLE) for equal in (True, False)) >= 350
     assert len({(row.gold, row.completion) for row in TABLE}) == len(TABLE)
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(row.kind for row in TABLE))
-def test_every_pair_of_the_table_is_judged_rightly_but_for_those_that_are_known(kind):
+def test_all_pairs_are_graded_correctly_except_known_ones(kind):
     of_kind = [row for row in TABLE if row.kind == kind]
     assert [row for row in of_kind if not is_right(row)] == [row for row in of_kind if row.known]
 
@@ -59,7 +59,7 @@ def test_every_pair_of_the_table_is_judged_rightly_but_for_those_that_are_known(
         ("the variable x", "x"),
     ],
 )
-def test_the_conclusion_of_a_text_in_which_no_answer_is_marked(text, formula):
+def test_conclusion_is_extracted_if_no_answer_is_marked(text, formula):
     assert extract_conclusion(text).strip(" ,.") == formula
 
 
@@ -82,7 +82,7 @@ def test_the_conclusion_of_a_text_in_which_no_answer_is_marked(text, formula):
         ("3 pi", r"3 \pi", ""),
     ],
 )
-def test_a_formula_is_put_into_latex_without_its_unit(text, body, unit):
+def test_formula_is_normalized_to_latex_without_its_unit(text, body, unit):
     found = normalize_formula(text)
     assert (found.body.replace(" ", ""), found.unit) == (body.replace(" ", ""), unit)
 
@@ -93,7 +93,7 @@ def test_words_are_compared_as_text(gold):
 
 
 @pytest.mark.parametrize("gold", ["x", "xy", "ab", "pi", "3 dollars", "x + y", "2ab", r"\pi", "some $ or other", "5"])
-def test_letters_that_are_factors_are_no_word(gold):
+def test_letters_that_are_factors_are_not_words(gold):
     assert not is_words(gold)
 
 
@@ -127,8 +127,8 @@ def test_letters_that_are_factors_are_no_word(gold):
         "1+" * MAX_FORMULA_SYMBOLS,
     ],
 )
-def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
-    """Whoever hands it to sympy finds no sympy."""
+def test_unbounded_formula_is_refused_before_computation(monkeypatch, body):
+    """`parse_formula` is patched, so that a formula that reaches sympy fails the test."""
     states_formula("7", "8")
     monkeypatch.setattr(math, "parse_formula", lambda body: pytest.fail(f"computes {body}") if body != "7" else [body])
     assert not is_computable(body, "7")
@@ -139,11 +139,11 @@ def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
     "body",
     ["2^{2024}", "20!", "(n-1)!", "n!", r"\frac{10!}{5!5!}", "e^{-x^2}", "x^{n+1}", "[0, 1)", r"\left\{x\right.", ""],
 )
-def test_what_has_a_bound_is_computed(body):
+def test_bounded_formula_is_computable(body):
     assert is_computable(body, "7")
 
 
-def test_what_the_gold_answer_has_another_may_have_too():
+def test_formula_may_be_as_complex_as_the_gold_answer():
     deep, long = "{" * 6 + "7" + "}" * 6, "+".join(["x"] * MAX_FORMULA_SYMBOLS)
     for gold in (deep, long, "(x+1)^{99}", r"\sum_{i=1}^{9} i"):
         assert is_computable(gold, gold)
@@ -166,13 +166,13 @@ def test_plain_numbers_are_compared_without_sympy(body, number):
     assert parse_plain_number(body) == number
 
 
-def test_an_expression_of_other_unknowns_is_another_one():
-    """Equal or not: to simplify (a+b+c+d)^12 - 7 takes a minute."""
+def test_expressions_with_different_variables_differ():
+    """This holds even if they are equal, because simplifying (a+b+c+d)^12 - 7 takes a minute."""
     assert states_formula(r"\boxed{\frac{x}{x}}", "1") is False
     assert states_formula(r"\boxed{\frac{4x}{2}}", "2x") is True
 
 
-def test_a_gold_answer_that_cannot_be_read_does_not_apply():
+def test_unreadable_gold_answer_does_not_apply():
     assert states_formula("7", "some $ or other") is None
     assert states_formula("7", "9^{9^{9^9}}") is None
     assert normalize_formula("") == NormalizedFormula("", "")

@@ -1,4 +1,4 @@
-"""Reward functions of the user's own: called as TRL calls them, with what TRL gives them, to TRL's values."""
+"""Test user-defined reward functions: their arguments and values must match those of TRL."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def task(data):
-    """Make a task whose reward is these functions; its processes end with the test."""
+    """Yield a function that makes a task graded by the given reward functions. The tasks are closed after the test."""
     made = []
 
     def make(*names, chat=False, cfg=None, **settings):
@@ -65,7 +65,7 @@ def task(data):
 
 
 def groups(task, texts=TEXTS):
-    """Two prompts, with half of the texts each."""
+    """Return (prompt, completion) pairs: two prompts with half of the texts each."""
     prompts = task.sample(0, 2)
     half = len(texts) // 2
     completions = [Completion((7,) * len(text), (-1.0,) * len(text), text, True) for text in texts]
@@ -81,7 +81,7 @@ def values(task, name, pairs, progress=NOW):
 
 @pytest.fixture(scope="module")
 def by_trl(tmp_path_factory):
-    """Return what TRL's trainer computes: a row of values for each completion, NaN for None."""
+    """Return a function that computes rewards with TRL's trainer: one row per completion, with NaN for None."""
     folder = str(tmp_path_factory.mktemp("trl"))
     make_policy().model.save_pretrained(folder)
 
@@ -130,7 +130,7 @@ PLAIN = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("names", "chat"), [(PLAIN, False), (["format_reward_func", "think_format_reward"], True)])
-def test_the_values_are_those_of_trl(names, chat, task, by_trl):
+def test_reward_values_match_trl(names, chat, task, by_trl):
     ours = task(*names, chat=chat)
     pairs = groups(ours)
     found = [[reward.parts.get(name, math.nan) for name in names] for reward in ours.reward_all(pairs, NOW)]
@@ -143,7 +143,7 @@ def test_the_values_are_those_of_trl(names, chat, task, by_trl):
         assert rewards[0].logged == {"longest": sum(trainer._pending_metrics["longest"]) / 2}
 
 
-def test_a_function_sees_what_trl_gives_it(task):
+def test_functions_receive_the_same_arguments_as_in_trl(task):
     ours = task("columns_seen", chat=True)
     rewards = ours.reward_all(groups(ours))
     first, last = (rewards[i].extra["seen"] for i in (0, -1))
@@ -155,8 +155,8 @@ def test_a_function_sees_what_trl_gives_it(task):
     assert set(rewards[0].extra["keywords"]) == of_trl | set(ROWS[0])
 
 
-def test_the_state_is_that_of_the_run(task, data, tmp_path):
-    """8 rows, one of them held out: steps of two prompts ask all others in three and a half."""
+def test_trainer_state_describes_the_run(task, data, tmp_path):
+    """8 rows, 1 of them held out: at 2 prompts per step, an epoch of the other 7 takes 3.5 steps."""
     terms = (RewardTerm(f"{FILE}:state_seen"),)
     torn = '{"step": 2, "reward/me'
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "lr": 1e-5}\n' + torn)
@@ -168,12 +168,12 @@ def test_the_state_is_that_of_the_run(task, data, tmp_path):
     assert seen == str({**expected, "is_world_process_zero": True})
 
 
-def test_a_task_that_makes_up_its_questions_has_one_epoch_the_run():
+def test_trainer_state_has_one_epoch_without_a_dataset():
     state = build_trainer_state(Progress(3, 12, 4), None)
     assert (state.epoch, state.num_train_epochs, state.log_history) == (0.25, 1, [])
 
 
-def test_a_column_that_a_row_lacks_is_none(task):
+def test_missing_column_is_none(task):
     ours = task("columns_seen")
     [(first, said), *_, (second, _)] = groups(ours)
     lacking = Prompt("other", "?", columns={"question": "?"})
@@ -181,15 +181,15 @@ def test_a_column_that_a_row_lacks_is_none(task):
     assert [reward.extra["seen"]["task"] for reward in rewards] == [None, first.columns["task"], second.columns["task"]]
 
 
-# ---------------------------------------------------------------- at once
+# ---------------------------------------------------------------- concurrency
 
 
 @pytest.mark.slow
-def test_delays_of_a_second_are_waited_for_once(task):
-    """Two judges of a second each, 64 completions: TRL takes a second, one after the other 128."""
+def test_asynchronous_functions_run_concurrently(task):
+    """Two judges take 1 s per call. TRL takes 1 s for the step; 2 x 64 calls one after another would take 128 s."""
     ours = task("slow_judge", "another_slow_judge", "ranked")
     pairs = groups(ours, TEXTS * 8)
-    ours.reward(*pairs[0])  # the process has started
+    ours.reward(*pairs[0])  # starts the process
     begun = time.monotonic()
     rewards = ours.reward_all(pairs)
     assert time.monotonic() - begun < 3.0
@@ -197,18 +197,18 @@ def test_delays_of_a_second_are_waited_for_once(task):
     assert [r.parts["another_slow_judge"] for r in rewards] == [-float(len(c.text)) for _, c in pairs]
 
 
-def test_what_an_asynchronous_function_has_opened_lives_on(task):
+def test_asynchronous_function_keeps_its_event_loop(task):
     ours = task("judge")
     for _ in range(2):
         assert values(ours, "judge", groups(ours)) == [0.5] * 8
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("name", ["fragile", "fragile_judge"])
-def test_an_error_costs_the_group_that_it_is_of(name, task):
-    """The empty answer is in the first group. Values of the second are those of a call of its own."""
+def test_error_fails_only_its_own_group(name, task):
+    """The empty answer, in the first group, raises. The second group is graded by a call of its own."""
     ours = task(name)
     rewards = ours.reward_all(groups(ours))
     assert [reward.failed for reward in rewards] == [True] * 4 + [False] * 4
@@ -219,14 +219,14 @@ def test_an_error_costs_the_group_that_it_is_of(name, task):
     assert rewards[0].failures == {name: error}
 
 
-def test_an_error_within_what_is_ours_is_of_the_line_that_led_to_it(task):
+def test_error_inside_pellucid_names_the_line_of_user_code(task):
     line = next(n for n, text in enumerate(FILE.read_text().splitlines(), 1) if "numeric(None" in text)
     rewards = task("calls_what_is_ours").reward_all(groups(task("ranked"))[:1])
     assert rewards[0].error.startswith("calls_what_is_ours: AttributeError: ")
     assert rewards[0].error.endswith(f"(trl_functions.py, line {line})")
 
 
-def test_a_row_that_cannot_be_sent_costs_its_own_reward(task):
+def test_unpicklable_row_fails_only_its_own_reward(task):
     ours = task("longer_reward")
     pairs = groups(ours)
     pairs[2] = (replace(pairs[2][0], id="locked", columns={"lock": threading.Lock()}), pairs[2][1])
@@ -246,14 +246,14 @@ def test_a_row_that_cannot_be_sent_costs_its_own_reward(task):
         ("wrong_extra", 'log_extra("short") has 1 values for 8 completions'),
     ],
 )
-def test_a_wrong_answer_is_an_error_of_all_by_the_name_of_the_function(name, error, task):
+def test_misbehaving_function_fails_all_rewards_and_is_named(name, error, task):
     ours = task("ranked", name)
     rewards = ours.reward_all(groups(ours))
     assert all(reward.failed and reward.error.startswith(f"{name}: {error}") for reward in rewards)
     assert all(set(reward.parts) == {"ranked"} for reward in rewards)
 
 
-def test_a_deep_value_that_is_logged_becomes_a_short_text(task, tmp_path):
+def test_deeply_nested_logged_value_becomes_a_short_text(task, tmp_path):
     ours = task("deep_extra")
     pairs = groups(ours)[:2]
     rewards = ours.reward_all(pairs)
@@ -268,14 +268,14 @@ def test_a_deep_value_that_is_logged_becomes_a_short_text(task, tmp_path):
 
 
 @pytest.mark.parametrize("nest", [lambda x: [x], lambda x: {"a": x}, lambda x: (x, math.nan)])
-def test_a_line_of_json_may_be_as_deep_as_json_reads(nest):
+def test_json_line_may_be_nested_800_levels_deep(nest):
     value = 1.0
     for _ in range(800):
         value = nest(value)
     assert json.loads(format_json_line({"value": value, "none": math.inf}))["none"] is None
 
 
-def test_what_is_no_number_is_an_error_of_its_completion(task):
+def test_invalid_reward_value_fails_only_its_completion(task):
     ours = task("one_is_no_number")
     rewards = ours.reward_all(groups(ours))
     assert [reward.error for reward in rewards[:2]] == [
@@ -285,7 +285,7 @@ def test_what_is_no_number_is_an_error_of_its_completion(task):
     assert [reward.value for reward in rewards[2:]] == [0.0] * 6
 
 
-def test_numbers_of_any_kind_are_numbers_and_none_does_not_apply(task):
+def test_any_number_type_is_accepted_and_none_does_not_apply(task):
     ours = task("numbers_of_any_kind")
     rewards = ours.reward_all(groups(ours, ["a", "b", "c", "d"]))
     assert [reward.parts.get("numbers_of_any_kind") for reward in rewards] == [1.0, 2.0, 0.5, None]
@@ -301,7 +301,7 @@ def test_numbers_of_any_kind_are_numbers_and_none_does_not_apply(task):
         ("ends_its_process", "the reward ended its process (exit status 3)"),
     ],
 )
-def test_who_hangs_or_dies_costs_nobody_else_a_value(name, error, task):
+def test_hanging_or_exiting_function_does_not_affect_others(name, error, task):
     ours = task("ranked", name, "longer_reward", "slow_judge", cfg=RewardConfig(step_timeout=5.0))
     terms = [RewardTerm(term.name, timeout=1.0 * (term.name.endswith(name))) for term in ours.rewards]
     ours.close()
@@ -316,7 +316,7 @@ def test_who_hangs_or_dies_costs_nobody_else_a_value(name, error, task):
 
 
 @pytest.mark.slow
-def test_what_one_asynchronous_function_has_said_counts_when_another_blocks_them_all(task):
+def test_value_returned_before_the_event_loop_is_blocked_counts(task):
     ours = task("judge", "blocks_the_loop", timeout=1.0)
     rewards = ours.reward_all(groups(ours))
     assert [reward.parts for reward in rewards] == [{"judge": 0.5}] * 8
@@ -325,8 +325,8 @@ def test_what_one_asynchronous_function_has_said_counts_when_another_blocks_them
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cancels_itself", "exits_in_a_task"])
-def test_an_asynchronous_function_may_end_as_it_likes(name, task):
-    """Neither the process nor its event loop goes with it, nor the function after it."""
+def test_asynchronous_function_may_cancel_itself_or_exit(name, task):
+    """The process, its event loop, and the next function continue."""
     ours = task("judge", name, "another_slow_judge")
     for _ in range(2):
         rewards = ours.reward_all(groups(ours))
@@ -342,7 +342,7 @@ def test_an_asynchronous_function_may_end_as_it_likes(name, task):
         ("hangs_alone", 1.0, [1.0, None, None, None]),
     ],
 )
-def test_groups_that_are_asked_again_share_the_time_of_the_step(name, timeout, values, task):
+def test_groups_called_again_share_one_timeout(name, timeout, values, task):
     ours = task(name, timeout=timeout)
     [first] = ours.sample(0, 1)
     texts = ["a", "", "aaa", "aaaa"]
@@ -355,8 +355,8 @@ def test_groups_that_are_asked_again_share_the_time_of_the_step(name, timeout, v
 
 
 @pytest.mark.slow
-def test_an_answer_that_was_there_in_time_counts_however_late_it_is_looked_at(task, monkeypatch):
-    """As after a Ctrl-Z of the run, which its processes do not take part in."""
+def test_result_that_arrived_in_time_counts_if_read_late(task, monkeypatch):
+    """This happens after Ctrl-Z, which stops the run but not its reward processes."""
     ours = task("slow_judge", "longer_reward", timeout=2.0)
     ours.reward_all(groups(ours)[:1])
     wait = pool.wait
@@ -365,7 +365,7 @@ def test_an_answer_that_was_there_in_time_counts_however_late_it_is_looked_at(ta
 
 
 @pytest.mark.slow
-def test_the_import_of_a_file_takes_no_time_of_its_function(data, tmp_path):
+def test_import_time_does_not_count_toward_the_timeout(data, tmp_path):
     (tmp_path / "slow_to_import.py").write_text(
         "import multiprocessing, time\nif multiprocessing.parent_process(): time.sleep(2.5)\n"
         "def one(completions, **kwargs): return [1.0 for _ in completions]\n"
@@ -376,7 +376,7 @@ def test_the_import_of_a_file_takes_no_time_of_its_function(data, tmp_path):
     ours.close()
 
 
-def test_what_cannot_be_read_in_the_process_costs_its_group(task):
+def test_row_that_cannot_be_unpickled_fails_only_its_group(task):
     ours = task("longer_reward", "exact_length")
     pairs = groups(ours)
     pairs = [
@@ -389,7 +389,7 @@ def test_what_cannot_be_read_in_the_process_costs_its_group(task):
     assert [r.parts["longer_reward"] for r in rewards[4:]] == [float(len(c.token_ids)) for _, c in pairs[4:]]
 
 
-def test_a_copy_of_the_process_that_comes_back_says_nothing(task):
+def test_forked_copy_of_the_process_sends_no_result(task):
     ours = task("forks")
     for texts in (["a", "b"], ["aa", "bbb"]):
         pairs = groups(ours, texts)
@@ -397,7 +397,7 @@ def test_a_copy_of_the_process_that_comes_back_says_nothing(task):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fork_of_the_process_ends_as_it_was_told_to(task):
+def test_forked_process_exits_with_its_own_status(task):
     ours = task("waits_for_a_fork", "waits_for_a_fork_that_returns", timeout=20.0)
     rewards = ours.reward_all(groups(ours, ["a", "b"]))
     assert [tuple(reward.parts.values()) for reward in rewards] == [(7.0, 0.0)] * 2
@@ -405,7 +405,7 @@ def test_a_fork_of_the_process_ends_as_it_was_told_to(task):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_forms_that_trl_takes(task, by_trl):
+def test_unusual_function_forms_match_trl(task, by_trl):
     names = ["decorated", "logs_in_pieces", "tensors_of_one"]
     ours = task(*names)
     pairs = groups(ours)
@@ -417,12 +417,12 @@ def test_forms_that_trl_takes(task, by_trl):
     assert rewards[0].logged == {"shared": sum(both) / len(both)}
 
 
-def test_a_metric_that_is_not_finite_is_an_error(task):
+def test_infinite_metric_is_an_error(task):
     rewards = task("logs_infinity").reward_all(groups(task("ranked")))
     assert {reward.error for reward in rewards} == {'logs_infinity: the metric "huge" is inf'}
 
 
-def test_a_term_that_is_only_logged_fails_alone(data):
+def test_failed_term_of_weight_zero_fails_no_reward(data):
     terms = (RewardTerm("exact"), RewardTerm(f"{FILE}:one_too_many", weight=0.0))
     ours = GradedTask(Dataset(data=str(data), rewards=terms, chat=False))
     rewards = ours.reward_all(groups(ours))
@@ -431,7 +431,7 @@ def test_a_term_that_is_only_logged_fails_alone(data):
     assert all(set(reward.failures) == {"one_too_many"} for reward in rewards)
 
 
-def test_what_is_no_function_is_refused():
+def test_non_function_is_refused():
     with pytest.raises(UserError, match=r"is a int: name a function"):
         RewardTerm(f"{FILE}:not_a_function")
 

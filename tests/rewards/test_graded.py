@@ -1,4 +1,4 @@
-"""Rewards of a step, computed at once: tasks that compare completions, tasks around tasks, several processes."""
+"""Test the grading of a whole step: tasks that compare siblings, wrapped tasks, and several processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def said(text):
 
 
 def pairs(*texts):
-    """Two groups, of as many completions each."""
+    """Return (prompt, completion) pairs of two groups of equal size."""
     return [(FIRST if i < len(texts) / 2 else SECOND, said(text)) for i, text in enumerate(texts)]
 
 
@@ -58,16 +58,16 @@ def graded(request):
         each.close()
 
 
-# ---------------------------------------------------------------- tasks that compare
+# ---------------------------------------------------------------- tasks that compare siblings
 
 
-def test_a_task_may_grade_all_completions_of_a_step_by_one_call(graded):
+def test_task_may_grade_all_completions_of_a_step_in_one_call(graded):
     rewards = graded(Siblings()).reward_all(pairs("a", "bbb", "cc", "dddd", "ee", "ffff"))
     assert [reward.value for reward in rewards] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     assert {reward.extra["of"] for reward in rewards} == {6}
 
 
-def test_its_error_costs_a_group(graded):
+def test_error_fails_only_its_group(graded):
     rewards = graded(Siblings()).reward_all(pairs("a", "bad", "cc", "d"))
     assert [reward.failed for reward in rewards] == [True, True, False, False]
     assert rewards[0].error == f"KeyError: 'bad' ({Path(sibling_task.__file__).name}, line 23)"
@@ -81,8 +81,8 @@ def test_a_wrong_number_of_rewards_is_an_error(graded):
     }
 
 
-def test_an_object_that_grades_so_needs_no_other_reward():
-    """Neither as a dataclass of a file nor as any object."""
+def test_task_with_a_rewards_method_needs_no_reward_method():
+    """This holds for a dataclass in a file and for any other object."""
 
     class Plain:
         sample = Siblings().sample
@@ -101,26 +101,26 @@ def test_an_object_that_grades_so_needs_no_other_reward():
         convert_task_to_section(Nothing(), ObjectRegistry())
 
 
-def test_names_of_the_user_s_own_are_no_protocol(graded):
+def test_helper_named_rewards_is_not_the_batch_protocol(graded):
     said_so = [(FIRST, replace(said(text), sampling_mask=[[1]])) for text in ("a", "bb")]
     assert [reward.value for reward in graded(Named()).reward_all(said_so)] == [1.0, 2.0]
 
 
-def test_a_dataset_with_a_reward_of_its_own_has_that_reward(rows, graded):
+def test_dataset_subclass_uses_its_own_reward(rows, graded):
     assert [reward.value for reward in graded(Mine(data=rows)).reward_all(pairs("a", "b"))] == [7.0, 7.0]
 
 
 @dataclass(frozen=True)
 class Renamed(Dataset):
-    """A dataset in all but its name."""
+    """A dataset under another class name."""
 
 
-def test_a_dataset_that_is_given_as_an_object_compares_siblings(rows):
+def test_dataset_given_as_an_object_compares_siblings(rows):
     task = GradedTask(make_task_class(Renamed(data=rows, rewards=(RewardTerm(RANKED),), chat=False))(), in_process=True)
     assert [r.value for r in task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])] == [0.0, 0.5, 1.0]
 
 
-def test_a_sum_that_is_not_finite_has_failed(rows, graded):
+def test_non_finite_sum_is_a_failed_reward(rows, graded):
     terms = (RewardTerm("exact", weight=1e300), RewardTerm("exact", weight=1e39))
     reward = graded(Dataset(data=rows, rewards=terms)).reward(Prompt("p", "?", "a"), said("a"))
     assert reward.failed
@@ -129,11 +129,11 @@ def test_a_sum_that_is_not_finite_has_failed(rows, graded):
     assert reward.error.startswith("the reward is nan")
 
 
-def test_nothing_to_grade_is_no_call(graded):
+def test_grading_nothing_returns_an_empty_list(graded):
     assert graded(Siblings()).reward_all([]) == []
 
 
-# ---------------------------------------------------------------- tasks around tasks
+# ---------------------------------------------------------------- wrapped tasks
 
 
 @pytest.fixture
@@ -144,25 +144,25 @@ def rows(tmp_path):
 
 
 @pytest.mark.parametrize("around", [lambda task: task, Curriculum, Prefixed, lambda t: Prefixed(Curriculum(t))])
-def test_a_task_around_another_leaves_siblings_together(around, rows, graded):
+def test_wrapped_task_compares_siblings(around, rows, graded):
     task = graded(around(Dataset(data=rows, rewards=(RewardTerm(RANKED),), chat=False)))
     assert task.is_batch_graded
     rewards = task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])
     assert [reward.value for reward in rewards] == [0.0, 0.5, 1.0]
 
 
-def test_it_sees_the_prefix_as_a_part_of_the_answer(rows, graded):
+def test_prefix_is_graded_as_part_of_the_answer(rows, graded):
     task = graded(Prefixed(Dataset(data=rows, rewards=(RewardTerm("exact"),), chat=False)))
     prompt = Prompt("p", "12?", "12", prefix="1")
     assert task.reward(prompt, said("2")).value == 1.0
     assert task.reward(prompt, said("12")).value == 0.0
 
 
-# ---------------------------------------------------------------- graders, and what a failure costs
+# ---------------------------------------------------------------- graders and their failures
 
 
 class Half:
-    """Grades every other completion."""
+    """A grader that fails for every other completion."""
 
     def grade(self, pairs):
         return [
@@ -170,7 +170,7 @@ class Half:
         ]
 
 
-def test_a_grader_s_parts_stand_in_their_place_and_their_failures_are_neutral(rows, graded):
+def test_grader_supplies_its_term_and_fails_only_its_completions(rows, graded):
     terms = (RewardTerm("exact"), RewardTerm("regex", pattern="x", weight=0.5), RewardTerm(RANKED, weight=0.1))
     task = GradedTask(Dataset(data=rows, rewards=terms, chat=False), graders={1: Half()})
     prompt = Prompt("p", "1?", "a")
@@ -206,7 +206,7 @@ def counted(prompts, completions, question, trainer_state, **kwargs):
 
 
 def run_counting(folder, model_dir, starts):
-    """A run whose reward compares siblings. Return what was judged in training, and its folder."""
+    """Train a run whose reward compares siblings; return the graded completions and the run folder."""
     folder.mkdir()
     (folder / f"counting_{folder.name}.py").write_text(COUNTING)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}?"}) + "\n" for n in range(12)))
@@ -236,7 +236,7 @@ def run_counting(folder, model_dir, starts):
 
 
 @pytest.mark.slow
-def test_two_processes_judge_each_completion_once_and_see_the_same_values(tmp_path, model_dir):
+def test_two_processes_grade_each_completion_once_with_equal_values(tmp_path, model_dir):
     alone, one = run_counting(tmp_path / "one", model_dir, train)
     shared, two = run_counting(
         tmp_path / "two", model_dir, lambda *words: in_two_processes("-m", "pellucid", "train", *words)
@@ -254,7 +254,7 @@ def test_two_processes_judge_each_completion_once_and_see_the_same_values(tmp_pa
     assert of_steps == {0: 16 + looked, 1: 16}
 
 
-def test_progress_reaches_the_task_that_is_graded(graded):
+def test_progress_is_passed_to_the_graded_task(graded):
     task, seen = Siblings(), []
 
     class Watched(GradedTask):
@@ -267,7 +267,7 @@ def test_progress_reaches_the_task_that_is_graded(graded):
 
 
 @pytest.mark.slow
-def test_here_there_is_no_time_limit(rows):
+def test_in_process_rewards_have_no_time_limit(rows):
     async def later(completions, **kwargs):
         await asyncio.sleep(0.5)
         return [1.0 for _ in completions]
@@ -280,7 +280,7 @@ def test_here_there_is_no_time_limit(rows):
         )
 
 
-def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
+def test_closing_the_pool_during_grading_raises_pool_closed_error(rows):
     task = GradedTask(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
     with ThreadPoolExecutor(1) as beside:
         computing = beside.submit(task.reward_all, pairs("a", "b"))
@@ -292,7 +292,7 @@ def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
 
 
 @pytest.mark.parametrize("moment", ["before", "behind"])
-def test_so_does_one_that_is_closed_around_a_wait(rows, monkeypatch, moment):
+def test_closing_the_pool_around_a_wait_raises_pool_closed_error(rows, monkeypatch, moment):
     task = GradedTask(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
     waited = pool.wait
 
@@ -310,7 +310,7 @@ def test_so_does_one_that_is_closed_around_a_wait(rows, monkeypatch, moment):
         task.reward_all(pairs("a", "b"))
 
 
-def test_what_was_given_is_found_by_asynchronous_functions_too(rows):
+def test_provided_asynchronous_functions_are_found(rows):
     async def later(completions, **kwargs):
         return [1.0 for _ in completions]
 

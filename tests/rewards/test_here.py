@@ -1,4 +1,4 @@
-"""Rewards in this process: as in a process of their own, whatever they do but hang or end it."""
+"""Test rewards that are computed in the training process: they must equal those of a reward process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT, ANSWER = Prompt("0", "1+1?", "2", {"answer": "2"}), Completion((1,), (0.
 
 @dataclass(frozen=True)
 class Broken:
-    """In a file, so that a process of its own can load it, too."""
+    """A task whose reward misbehaves, at module level so that a reward process can load it."""
 
     how: str = ""
     seed: int = 0
@@ -45,7 +45,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("how", ["raises", "exits", "none", "nan", "huge", "text", "good"])
-def test_a_reward_is_what_it_is_in_a_process_of_its_own(how, tmp_path):
+def test_in_process_reward_equals_that_of_a_reward_process(how, tmp_path):
     here, there = GradedTask(Broken(how), log=tmp_path / "log", in_process=True), GradedTask(Broken(how))
     try:
         expected = there.reward(PROMPT, ANSWER)
@@ -56,7 +56,7 @@ def test_a_reward_is_what_it_is_in_a_process_of_its_own(how, tmp_path):
     assert found.failed == (how != "good")
 
 
-def test_an_interrupt_is_no_failed_reward():
+def test_keyboard_interrupt_is_raised():
     class Interrupted(Broken):
         def reward(self, prompt, completion):
             raise KeyboardInterrupt
@@ -65,7 +65,7 @@ def test_an_interrupt_is_no_failed_reward():
         GradedTask(Interrupted(), in_process=True).reward(PROMPT, ANSWER)
 
 
-def test_the_traceback_of_each_kind_of_error_is_in_the_log_once(tmp_path):
+def test_traceback_of_each_kind_of_error_is_logged_once(tmp_path):
     task = GradedTask(Broken("raises"), log=tmp_path / "log", in_process=True)
     for each in (task, task, task.with_split("test")):
         assert each.reward(PROMPT, ANSWER).failed
@@ -88,7 +88,7 @@ async def later(completions, **columns):
     return [0.5] * len(completions)
 
 
-def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
+def test_provided_functions_grade_only_while_they_are_provided(tmp_path):
     with provide_objects({"here:twice": twice, "here:later": later}):
         task = rows(tmp_path, "here:twice", "here:later", "numeric")
         prompt = task.sample(0, 1)[0]
@@ -111,7 +111,7 @@ def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
     assert str(told.value) == message
 
 
-def test_what_has_a_file_goes_to_a_process_of_its_own(tmp_path):
+def test_only_tasks_of_local_classes_are_process_bound(tmp_path):
     @dataclass(frozen=True)
     class Local(Broken):
         pass

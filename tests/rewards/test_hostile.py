@@ -1,4 +1,4 @@
-"""Hostile texts in a short form; `python tests/rewards/hostile.py 10000` is the long one, with times."""
+"""Test graders with a few hostile texts. `python tests/rewards/hostile.py 10000` runs many, and times them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RIGHT = {
 }
 
 
-def test_texts_are_the_same_every_time_and_cannot_hold_the_answer_by_chance():
+def test_texts_are_deterministic_and_hold_no_answer_by_chance():
     assert list(texts(50)) == list(texts(50)) != list(texts(50, seed=1))
     assert not any("7" in scrap for scrap in SCRAPS)
     assert max(map(len, texts(500))) <= LONGEST
@@ -29,11 +29,11 @@ def test_texts_are_the_same_every_time_and_cannot_hold_the_answer_by_chance():
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_the_graders_that_are_asked_know_the_right_answer(name):
+def test_graders_credit_the_right_answer(name):
     assert GRADERS[name](RIGHT[name])
 
 
 @pytest.mark.parametrize("name", GRADERS)
-def test_no_grader_raises_and_none_credits_what_is_not_answered(name):
+def test_graders_do_not_raise_or_credit_hostile_texts(name):
     credits = GRADERS[name]
     assert not [text for text in texts(200) if credits(text)]

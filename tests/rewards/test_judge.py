@@ -1,4 +1,4 @@
-"""A judge: a served model, alone and behind a proxy that misbehaves; its answers on disk, for several processes."""
+"""Test the judge: a served model, a faulty proxy in front of it, and the cache of answers on disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TEXTS = ["abc", "bad", "cab 7", "-3", "", "9 9 9", "fig", "jig"]
 
 @pytest.fixture(scope="module")
 def service():
-    """Its model, of random weights, never ends at once."""
+    """Yield the URL of a served model with random weights that never generates an EOS token."""
     torch.manual_seed(0)
     policy = Policy(tiny_llama(positions=256), character_tokenizer())
     policy.eos_ids = (-1,)
@@ -68,7 +68,7 @@ def pairs(texts, prompt=None):
 
 
 def asked_of(body):
-    """The completion in a request of `settings`."""
+    """Return the completion in the body of a request made with `settings`."""
     return body["messages"][-1]["content"].removeprefix("1+1=? ").removesuffix(RUBRIC)
 
 
@@ -80,7 +80,7 @@ def errors(parts):
 
 
 @pytest.mark.slow
-def test_a_served_model_gives_each_completion_the_grade_that_it_says(service):
+def test_grade_is_the_number_that_the_served_model_answers(service):
     parts = judged(f"{service}/v1", pattern="([0-9]).", max_tokens=20)
     assert len(parts) == len(TEXTS) and set(errors(parts)) == {""}
     for text, part in zip(TEXTS, parts, strict=True):
@@ -95,7 +95,7 @@ def test_a_served_model_gives_each_completion_the_grade_that_it_says(service):
     assert len({part.value for part in parts}) > 2
 
 
-def test_where_an_event_loop_runs_the_judge_has_one_of_its_own(service):
+def test_judge_works_inside_a_running_event_loop(service):
     async def notebook():
         return judged(f"{service}/v1", TEXTS[:2], pattern="([0-9]).", max_tokens=20)
 
@@ -103,7 +103,7 @@ def test_where_an_event_loop_runs_the_judge_has_one_of_its_own(service):
 
 
 @pytest.mark.slow
-def test_as_many_requests_are_under_way_as_allowed_and_no_more(service):
+def test_concurrency_limits_the_requests_in_flight(service):
     with proxied(service, lambda *_: says("7"), delay=0.2) as proxy:
         judged(proxy.url, concurrency=3)
         times = [when for when, _ in proxy.seen]
@@ -111,7 +111,7 @@ def test_as_many_requests_are_under_way_as_allowed_and_no_more(service):
     assert times[-1] - times[0] < 0.2 * (len(TEXTS) - 1), "as one after the other would take at least"
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- requests
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_template_is_filled_once(template, expected):
     assert rubric.fill_template(template, known, columns) == expected
 
 
-def test_a_conversation_is_put_in_as_text():
+def test_conversation_is_formatted_as_text():
     turns = ("user", "Hi"), ("assistant", "Yes?"), ("user", "2+2?")
     messages = tuple({"role": role, "content": content} for role, content in turns)
     assert rubric.format_question(Prompt("p", messages)) == "user: Hi\n\nassistant: Yes?\n\nuser: 2+2?"
@@ -160,7 +160,7 @@ def test_a_judge_reads_all_turns_of_a_conversation(service):
     ]
 
 
-def test_the_request_is_what_the_settings_say(service):
+def test_request_follows_the_settings(service):
     body = {"seed": 3, "temperature": 0.5, "max_completion_tokens": 40, "chat_template_kwargs": {"thinking": False}}
     prompt = Prompt("p", "Q", "gold", {"topic": "sums"})
     with proxied(service, lambda *_: says("7")) as proxy:
@@ -171,7 +171,7 @@ def test_the_request_is_what_the_settings_say(service):
         assert proxy.bodies == [{"model": "tiny", "messages": messages, **body}]
 
 
-def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
+def test_missing_column_is_an_error_before_any_request(service):
     with proxied(service) as proxy:
         prompt = Prompt("p", "Q", columns={"topic": "sums"})
         [part] = judged(proxy.url, ["A"], prompt=prompt, template="{completion}{tropic}{rubric}")
@@ -181,7 +181,7 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
         )
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- answers
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_number_is_read_strictly(answer, pattern, cut, number):
         ("[" * 100_000, None),
     ],
 )
-def test_a_number_of_an_object_is_read_strictly(answer, number):
+def test_number_in_a_json_object_is_read_strictly(answer, number):
     assert rubric.parse_json_number(answer, "score") == number
 
 
@@ -247,7 +247,7 @@ def test_a_number_of_an_object_is_read_strictly(answer, number):
         ("It is negative", {"words": {"positive": 1, "negative": 0.25}, "pattern": "(negative|positive)"}, 0.25),
     ],
 )
-def test_the_range_becomes_0_to_1(said, changes, value, service):
+def test_grade_is_converted_to_a_reward_value(said, changes, value, service):
     with proxied(service, lambda *_: says(said)) as proxy:
         [part] = judged(proxy.url, ["A"], **changes)
     assert (part.value, part.error) == (value, "")
@@ -265,7 +265,7 @@ def test_the_range_becomes_0_to_1(said, changes, value, service):
         (says('{"score": NaN}'), {"json_field": "score"}, "no number from 0 to 10 in"),
     ],
 )
-def test_nonsense_has_no_value_is_named_and_asked_once(said, changes, error, service, tmp_path):
+def test_unreadable_answer_is_an_error_and_not_retried(said, changes, error, service, tmp_path):
     with proxied(service, lambda _, body: said if asked_of(body) == "bad" else says("7")) as proxy:
         parts = judged(proxy.url, ["good", "bad", "fine"], tmp_path / "judge", **changes)
         assert len(proxy.seen) == 3
@@ -276,7 +276,7 @@ def test_nonsense_has_no_value_is_named_and_asked_once(said, changes, error, ser
         assert len(proxy.seen) == 4, "what could not be read is not kept"
 
 
-# ---------------------------------------------------------------- an endpoint that misbehaves
+# ---------------------------------------------------------------- faulty endpoints
 
 
 FAULTS = {
@@ -295,7 +295,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
-def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypatch, tmp_path):
+def test_failed_requests_are_retried_counted_and_named(service, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     texts, lock, failed = [f"{n}a" for n in range(len(FAULTS))], threading.Lock(), set()
     faults = dict(zip(texts, FAULTS, strict=True))
@@ -326,7 +326,7 @@ def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypat
         ("400", "HTTP 400 Wrong: [key] and [key]"),
     ],
 )
-def test_what_always_fails_costs_one_completion_its_grade(fault, error, service, monkeypatch):
+def test_persistent_failure_fails_only_its_completion(fault, error, service, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with proxied(service, lambda _, body: fault if asked_of(body) == "bad" else says("7")) as proxy:
         parts = judged(proxy.url, ["good", "bad", "fine"], timeout=0.5, retries=2)
@@ -344,7 +344,7 @@ def test_what_always_fails_costs_one_completion_its_grade(fault, error, service,
         ("402", "the quota of OPENAI_API_KEY is used up"),
     ],
 )
-def test_what_is_refused_to_all_is_told_at_once_with_the_mend(fault, mend, service):
+def test_fatal_http_errors_stop_all_requests_and_name_the_fix(fault, mend, service):
     with proxied(service, lambda *_: fault, delay=0.05) as proxy:
         parts = judged(proxy.url, concurrency=2)
         assert len(proxy.seen) == 2, "the others are not asked"
@@ -352,7 +352,7 @@ def test_what_is_refused_to_all_is_told_at_once_with_the_mend(fault, mend, servi
 
 
 def replies(*arguments, **headers):
-    """A fault of the proxy: this very answer, whose length is not said if it is a list of pieces."""
+    """Return a proxy fault that sends this answer. A list of pieces is sent without Content-Length."""
 
     def reply(handler):
         if not isinstance(arguments[1], list):
@@ -371,7 +371,7 @@ def replies(*arguments, **headers):
 
 BODIES = {
     "nested lists": (replies(200, "[" * 100_000), "the answer is JSON that is nested too deeply"),
-    "nested objects": (  # which end before they are closed; Python 3.14 sees that first
+    "nested objects": (  # never closed, which Python 3.14 reports first
         replies(200, '{"choices":' * 9_000),
         "the answer is (JSON that is nested too deeply|not JSON)",
     ),
@@ -408,7 +408,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_no_answer_of_an_endpoint_ends_the_run(kind, service, monkeypatch, tmp_path):
+def test_malformed_answers_become_errors_and_never_raise(kind, service, monkeypatch, tmp_path):
     monkeypatch.setattr(endpoint, "MAX_ANSWER_BYTES", 100_000)
     monkeypatch.setattr(asking, "MAX_ANSWER_CHARACTERS", 50_000)
     fault, error = BODIES[kind]
@@ -423,7 +423,8 @@ def test_no_answer_of_an_endpoint_ends_the_run(kind, service, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("tokens", [10**400, -1, 2**70, "7", None, True, 1.5])
-def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
+def test_invalid_token_counts_become_zero(tokens, service, tmp_path):
+    """True is an int, so it counts as 1."""
     with proxied(service, lambda *_: says("7", tokens=tokens)) as proxy:
         [part] = judged(proxy.url, ["x"], tmp_path)
     assert (part.value, part.logged["judge/tokens"]) == (0.7, float(tokens is True))
@@ -433,7 +434,7 @@ def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
 
 
 def digests(folder):
-    """The digests of the requests whose answers were stored."""
+    """Return the digests of the requests whose answers were stored."""
     with closing(sqlite3.connect(folder / "answers.sqlite3")) as connection:
         return [digest for [digest] in connection.execute("SELECT request FROM answers")]
 
@@ -454,8 +455,8 @@ def digests(folder):
         ("-." * 200_000, "", None),
     ],
 )
-def test_no_answer_holds_the_interpreter(said, pattern, value, service, tmp_path, monkeypatch):
-    """The quadratic and exponential ones would take minutes to years; what a pattern may take is bounded."""
+def test_hostile_answers_are_parsed_in_bounded_time(said, pattern, value, service, tmp_path, monkeypatch):
+    """Quadratic or exponential parsing would take minutes to years. The time of a pattern is limited."""
     monkeypatch.setattr(rubric, "PATTERN_TIMEOUT_SECONDS", 0.2)
     settings_of = settings(f"{service}/v1", pattern=pattern)
     if value == "pattern":
@@ -474,7 +475,7 @@ def test_no_answer_holds_the_interpreter(said, pattern, value, service, tmp_path
 
 
 @pytest.mark.parametrize("part", [KEY, KEY[:12], KEY[9:20], KEY[-6:], f"{KEY[:8]} {KEY[8:16]}", KEY * 1000])
-def test_no_part_of_a_key_in_an_answer_is_kept(part, service, monkeypatch, tmp_path):
+def test_parts_of_a_key_in_an_answer_are_redacted(part, service, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     answers = {
         "A": says(f"Grade: 7 ({part})"),
@@ -490,7 +491,7 @@ def test_no_part_of_a_key_in_an_answer_is_kept(part, service, monkeypatch, tmp_p
     assert "([key]" in kept
 
 
-def test_words_that_are_like_a_key_stay_as_they_are():
+def test_words_that_resemble_a_key_are_kept():
     assert endpoint.remove_key("skill, project, 7", KEY) == "skill, project, 7"
     assert endpoint.remove_key("10 of 10", "10") == "10 of 10", "no secret is as short"
     assert endpoint.remove_key("none of it", endpoint.NO_KEY) == "none of it"
@@ -509,7 +510,7 @@ def test_a_redirect_within_the_endpoint_is_followed(service):
 
 
 @pytest.mark.slow
-def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(service):
+def test_step_timeout_limits_a_judge_that_never_answers(service):
     start = time.monotonic()
     with proxied(service, lambda _, body: says("7") if asked_of(body) == TEXTS[0] else "stall") as proxy:
         parts = judged(proxy.url, step_timeout=1.0, concurrency=2, timeout=3.0, retries=1)
@@ -517,7 +518,7 @@ def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(servic
     assert errors(parts) == ["", *["no answer within step_timeout = 1 s"] * (len(TEXTS) - 1)]
 
 
-def test_a_judge_that_goes_away_is_named(service):
+def test_unreachable_judge_is_an_error_with_its_address(service):
     with proxied(service) as proxy:
         judge = Judge(settings(proxy.url, retries=1), None)
     [part] = judge.grade(pairs(["A"]))
@@ -526,7 +527,7 @@ def test_a_judge_that_goes_away_is_named(service):
         Judge(settings(proxy.url), None)
 
 
-def test_waits_double_up_to_a_limit_and_differ():
+def test_retry_waits_double_up_to_a_limit_with_jitter():
     plain, told, long = TransientError("500"), TransientError("429", 3.0), TransientError("429", 3600.0)
     for n, least in ((1, 0.01), (3, 0.04), (30, asking.MAX_WAIT_SECONDS)):
         assert least <= compute_wait(plain, n) <= 1.25 * least
@@ -541,7 +542,7 @@ def test_retry_after_is_a_number_of_seconds():
 
 @pytest.fixture
 def ctrl_c():
-    """It raises, also where a shell began this in the background."""
+    """Make SIGINT raise KeyboardInterrupt, even if a shell started the tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -549,7 +550,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
+def test_ctrl_c_does_not_wait_for_an_answer(alone, service, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "Q"}\n')
     with proxied(service, lambda *_: "stall") as proxy:
         judge = Judge(settings(proxy.url, step_timeout=12.0), tmp_path)
@@ -568,7 +569,7 @@ def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
         assert time.monotonic() - start < 9
 
 
-# ---------------------------------------------------------------- what was judged once
+# ---------------------------------------------------------------- cache
 
 
 def test_equal_completions_are_judged_once(service, tmp_path):
@@ -580,7 +581,7 @@ def test_equal_completions_are_judged_once(service, tmp_path):
     assert [part.logged["judge/tokens"] for part in parts] == [5, 5, 0, 0]
 
 
-def test_answers_are_found_on_disk_and_those_to_other_requests_are_not(service, tmp_path):
+def test_cache_on_disk_answers_only_identical_requests(service, tmp_path):
     with proxied(service, lambda *_: says("7")) as proxy:
         for repeated in range(2):
             parts = judged(proxy.url, ["A", "B"], tmp_path)
@@ -597,7 +598,7 @@ def test_answers_are_found_on_disk_and_those_to_other_requests_are_not(service, 
         assert [part.value for part in judged(other.url, ["A", "B"], tmp_path)] == [0.6] * 2
 
 
-def test_a_damaged_file_is_said_once_and_everything_is_asked_again(service, tmp_path, capfd):
+def test_damaged_cache_warns_once_and_requests_are_sent_again(service, tmp_path, capfd):
     (tmp_path / "answers.sqlite3").write_bytes(b"no database " * 1000)
     with proxied(service, lambda *_: says("7")) as proxy:
         judge = Judge(settings(proxy.url), tmp_path)
@@ -609,7 +610,7 @@ def test_a_damaged_file_is_said_once_and_everything_is_asked_again(service, tmp_
     assert line.endswith("answers.sqlite3 cannot be written (file is not a database): the judge goes on without it")
 
 
-def test_answers_are_read_where_none_can_be_written(service, tmp_path, capfd, monkeypatch):
+def test_read_only_cache_is_still_read(service, tmp_path, capfd, monkeypatch):
     with proxied(service, lambda *_: says("7")) as proxy:
         judged(proxy.url, ["A"], tmp_path)
         monkeypatch.setattr(rubric.sqlite3, "connect", open_read_only)
@@ -623,7 +624,7 @@ def open_read_only(path, connect=sqlite3.connect, **settings):
     return connect(f"file:{path}?mode=ro", uri=True, **settings)
 
 
-def test_a_full_disk_is_said_once_and_the_judge_goes_on(service, tmp_path, capfd):
+def test_unwritable_cache_warns_once_and_the_judge_continues(service, tmp_path, capfd):
     (tmp_path / "judge").write_text("a file where a folder should be")
     with proxied(service, lambda *_: says("7")) as proxy:
         parts = judged(proxy.url, ["A", "B"], tmp_path / "judge")
@@ -662,7 +663,7 @@ def test_two_processes_store_their_answers_in_one_file(service, tmp_path):
         assert len(proxy.seen) == asked
 
 
-# ---------------------------------------------------------------- in a run
+# ---------------------------------------------------------------- runs
 
 
 JUDGED = """
@@ -701,13 +702,13 @@ def train(*words):
 
 
 def different_signs(body):
-    """A judge that counts them, and grades nothing that begins with an a."""
+    """Answer with the number of distinct characters, or without a grade if the text begins with "a"."""
     text = body["messages"][0]["content"]
     return says("Ah" if text.startswith("a") else str(len(set(text))))
 
 
 @pytest.mark.slow
-def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(service, model_dir, tmp_path, monkeypatch):
+def test_judge_grades_a_run_and_its_resume_without_repeats(service, model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"
     data.write_text("".join(f'{{"question": "{n}?"}}\n' for n in range(9)))
@@ -731,7 +732,7 @@ def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(servic
     assert KEY.encode() not in written and digests(run / "judge")
 
 
-def test_a_resume_may_find_its_judge_elsewhere_but_no_other_judge(service, model_dir, tmp_path, monkeypatch, capsys):
+def test_resume_may_change_the_judge_address_but_not_its_model(service, model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"
     data.write_text("".join(f'{{"question": "{n}?"}}\n' for n in range(9)))
@@ -748,7 +749,7 @@ def test_a_resume_may_find_its_judge_elsewhere_but_no_other_judge(service, model
     assert {row["extra"]["judge"] for row in records(run / "rollouts.jsonl") if row["step"] == 2} == {"8"}
 
 
-# ---------------------------------------------------------------- no key anywhere
+# ---------------------------------------------------------------- keys
 
 
 def test_the_key_is_in_the_request_and_nowhere_else(service, monkeypatch, tmp_path, caplog, capfd):
@@ -773,7 +774,7 @@ def test_the_key_is_in_the_request_and_nowhere_else(service, monkeypatch, tmp_pa
     assert KEY[:9] not in written + "".join(kept)
 
 
-def test_a_key_in_a_recipe_is_refused_and_not_told(tmp_path):
+def test_key_in_a_recipe_is_refused_and_not_printed(tmp_path):
     for key in (KEY, "hf_abcdefghijklmnop", "0123456789ABCDEF"):
         recipe = tmp_path / "judge.toml"
         recipe.write_text(
@@ -786,7 +787,7 @@ def test_a_key_in_a_recipe_is_refused_and_not_told(tmp_path):
         assert key not in lines
 
 
-def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
+def test_missing_key_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(UserError, match="needs a key: put it into the environment variable NO_SUCH_KEY"):
         Judge(settings("https://judge.example/v1", key="NO_SUCH_KEY"), None)
@@ -822,14 +823,14 @@ def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
         ({"step_timeout": float("inf")}, "step_timeout = inf must be a positive number of seconds"),
     ],
 )
-def test_mistakes_are_told_in_one_line(changes, told):
+def test_invalid_settings_raise_a_one_line_error(changes, told):
     with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
         JudgeSettings(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "R", **changes})
     assert told in str(caught.value)
     assert "secret@" not in str(caught.value)
 
 
-def test_judge_alone_has_a_table():
+def test_only_judge_terms_take_a_judge_table():
     judge = JudgeSettings("http://127.0.0.1:1/v1", "m", rubric="R")
     assert RewardTerm("judge", judge=judge).judge is judge
     for term in ({"name": "judge"}, {"name": "exact", "judge": judge}):
@@ -837,7 +838,7 @@ def test_judge_alone_has_a_table():
             RewardTerm(**term)
 
 
-def test_the_settings_of_a_recipe_are_read_and_written(tmp_path):
+def test_judge_settings_survive_a_round_trip(tmp_path):
     recipe = tmp_path / "judge.toml"
     recipe.write_text(
         '[task]\nname = "dataset"\ndata = "q.jsonl"\n[[task.rewards]]\nname = "judge"\nweight = 2.0\n'

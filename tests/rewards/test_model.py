@@ -1,4 +1,4 @@
-"""Reward models: the values of transformers alone, one row at a time without padding, whatever the batches are."""
+"""Test reward models: batched values must equal those of transformers, one row at a time without padding."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tiny_families import FAMILIES, SMALL, checkpoint
 CHAT = "{% for m in messages %}{{ '=' + m['content'] + ('*' if m['role'] == 'assistant' else '+') }}{% endfor %}"
 KINDS = ["llama", "qwen2", "gemma2", "gpt2", "bert", "modernbert", "roberta"]
 ANSWERS = ["7", "", "abc 12 + 3 = 15?", "12345678901234567890 - 3", "7", "a" * 40, "a!", "b = 0"]
-"""Two are the same, and one ends in what the tokenizer has no word for: the token that also pads."""
+"""Two answers are equal, and one ends in an unknown token, which is also the padding token."""
 
 
 def classifier(kind, folder, labels=1, template=CHAT, tokenizer=None, **settings):
-    """A random one in this folder, with its tokenizer."""
+    """Save a random sequence classifier with its tokenizer, and return the folder."""
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**SMALL, **FAMILIES.get(kind, {}), "num_labels": labels, **settings})
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
@@ -61,7 +61,7 @@ def conversation(answers=ANSWERS):
 
 
 def alone(folder, pairs):
-    """The logits [rows, labels] by transformers, one row at a time."""
+    """Return the logits [rows, labels] of transformers, one row at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     words = AutoTokenizer.from_pretrained(folder)
     told = {"return_tensors": "pt", "return_dict": True}
@@ -104,7 +104,7 @@ def refused(source, **settings):
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_those_of_transformers_one_row_at_a_time(kind, batch, tmp_path):
+def test_values_match_transformers_for_every_batch_size(kind, batch, tmp_path):
     folder = classifier(kind, tmp_path)
     for pairs in (plain(), conversation()):
         close(values(graded(folder, pairs, batch=batch)), alone(folder, pairs)[:, 0])
@@ -112,8 +112,8 @@ def test_values_are_those_of_transformers_one_row_at_a_time(kind, batch, tmp_pat
 
 @pytest.mark.parametrize("pad", [None, -1, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_whatever_pads_the_value_is_that_of_the_last_token(kind, pad, tmp_path):
-    """Where the configuration names no padding, transformers reads one row at a time, and none of its tokens pads."""
+def test_value_is_that_of_the_last_token_for_every_padding(kind, pad, tmp_path):
+    """Without pad_token_id, transformers reads one row at a time and treats no token as padding."""
     folder = classifier(kind, tmp_path, pad_token_id=None)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
@@ -124,7 +124,7 @@ def test_whatever_pads_the_value_is_that_of_the_last_token(kind, pad, tmp_path):
     assert len(calls) == 1, "they are read together"
 
 
-def test_a_plain_text_has_the_special_tokens_of_the_tokenizer_and_a_conversation_those_of_its_template(tmp_path):
+def test_special_tokens_come_from_tokenizer_or_chat_template(tmp_path):
     words = character_tokenizer()
     words.backend_tokenizer.post_processor = TemplateProcessing(
         single="k $A k", special_tokens=[("k", words.convert_tokens_to_ids("k"))]
@@ -138,21 +138,21 @@ def test_a_plain_text_has_the_special_tokens_of_the_tokenizer_and_a_conversation
     assert [read._tokenize(*pairs[0]) for pairs in (plain(), conversation())] == without
 
 
-def test_equal_completions_have_the_very_same_value(tmp_path):
-    """Or rounding, divided by itself, would be an advantage."""
+def test_equal_completions_have_exactly_equal_values(tmp_path):
+    """Otherwise rounding errors, divided by their standard deviation, would become advantages."""
     folder = classifier("llama", tmp_path)
     parts = graded(folder, plain(["7", *("1" * n for n in range(30)), "7"]), batch=4)
     assert parts[0].value == parts[-1].value
 
 
-def test_of_several_labels_the_first_or_the_one_that_is_asked_for(tmp_path):
+def test_label_defaults_to_the_first_and_can_be_chosen(tmp_path):
     folder = classifier("llama", tmp_path, labels=3)
     expected = alone(folder, plain())
     close(values(graded(folder, plain())), expected[:, 0])
     close(values(graded(folder, plain(), label=2)), expected[:, 2])
 
 
-def test_its_dtype_is_that_in_which_it_was_saved_or_the_one_that_is_asked_for(tmp_path):
+def test_dtype_defaults_to_the_saved_one_and_can_be_chosen(tmp_path):
     folder = classifier("llama", tmp_path, dtype="bfloat16")
     assert RewardModel(folder, RewardModelSettings())._model.dtype == torch.bfloat16
     wide = values(graded(folder, plain(), dtype="float32"))
@@ -161,7 +161,7 @@ def test_its_dtype_is_that_in_which_it_was_saved_or_the_one_that_is_asked_for(tm
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_values_are_those_of_trl(tmp_path):
+def test_values_match_trl(tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     folder = classifier("llama", tmp_path / "rewards")
@@ -183,10 +183,10 @@ def test_values_are_those_of_trl(tmp_path):
         close(values(graded(folder, pairs)), theirs[:, 0])
 
 
-# ---------------------------------------------------------------- what cannot be graded is named
+# ---------------------------------------------------------------- errors of single completions
 
 
-def test_a_value_that_is_not_finite_is_its_completions_alone(tmp_path):
+def test_non_finite_value_fails_only_its_completion(tmp_path):
     folder = classifier("llama", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.embed_tokens.weight"][character_tokenizer().convert_tokens_to_ids("k")] = torch.nan
@@ -197,13 +197,13 @@ def test_a_value_that_is_not_finite_is_its_completions_alone(tmp_path):
 
 
 @pytest.mark.parametrize("logit", [torch.inf, -torch.inf, torch.nan])
-def test_a_logit_that_is_no_number_is_no_value(logit):
+def test_non_finite_logit_is_an_error(logit):
     assert build_part(logit) == RewardPart(error=f"its logit is {logit}")
     assert build_part(-2.5) == RewardPart(-2.5)
 
 
 class Cramped(SimpleNamespace):
-    """A model that has memory for `room` tokens, and reads nothing that begins with a 9."""
+    """A model that runs out of memory beyond `room` tokens and raises if a row begins with token 9."""
 
     def __call__(self, input_ids, attention_mask):
         self.read.append(tuple(input_ids.shape))
@@ -214,7 +214,7 @@ class Cramped(SimpleNamespace):
         return self.model(input_ids=input_ids, attention_mask=attention_mask)
 
 
-def test_where_memory_runs_out_or_a_row_raises_the_others_are_read(tmp_path):
+def test_other_rows_are_read_if_one_raises_or_runs_out_of_memory(tmp_path):
     folder = classifier("llama", tmp_path)
     read = RewardModel(folder, RewardModelSettings())
     model = read._model
@@ -229,14 +229,14 @@ def test_where_memory_runs_out_or_a_row_raises_the_others_are_read(tmp_path):
     assert max(read._model.read) == (11, 31), "all at once at first"
 
 
-def test_a_sequence_that_is_too_long_is_named_and_the_longest_is_read(tmp_path):
+def test_sequence_beyond_the_token_limit_is_an_error(tmp_path):
     folder = classifier("gpt2", tmp_path)
     fits, beyond = graded(folder, plain(["1" * 122, "1" * 123]))
     assert (fits.error, beyond.error) == ("", "129 tokens are more than the 128 that it reads")
     assert [bool(part.error) for part in graded(folder, plain(["11", "111"]), max_tokens=8)] == [False, True]
 
 
-def test_a_text_of_no_token_and_a_token_without_weights_are_named(tmp_path):
+def test_empty_text_and_token_id_beyond_embedding_are_errors(tmp_path):
     folder = classifier("llama", tmp_path, tokenizer=character_tokenizer(CHARACTERS + "n"))
     pairs = [(Prompt("p", ""), completion(text)) for text in ("", "!", "7n")]
     nothing, beyond, read = graded(folder, pairs)
@@ -246,7 +246,7 @@ def test_a_text_of_no_token_and_a_token_without_weights_are_named(tmp_path):
 
 
 def test_a_model_reads_all_turns_of_a_conversation(tmp_path):
-    """Also what tools answered, which its template does not know: from a user, as for policies."""
+    """The template does not know tool results, so they are user messages, as for policies."""
     folder = classifier("llama", tmp_path)
     prompt = conversation(["7"])[0][0]
     turns = [("assistant", "1"), ("user", "2?"), ("assistant", "3")]
@@ -266,7 +266,7 @@ def test_a_model_reads_all_turns_of_a_conversation(tmp_path):
         close(found, torch.cat([model(**each).logits[0] for each in encoded]))
 
 
-def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+def test_conversation_refused_by_the_template_is_an_error(tmp_path):
     strict = "{{ raise_exception('no system here') if messages[0]['role'] == 'system' else messages[0]['content'] }}"
     folder = classifier("llama", tmp_path, template=strict)
     user = Prompt("p", ({"role": "user", "content": "1"},))
@@ -275,7 +275,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     assert not read.error
 
 
-# ---------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------- invalid models and settings
 
 
 def test_a_conversation_needs_a_template(tmp_path):
@@ -286,18 +286,18 @@ def test_a_conversation_needs_a_template(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, without its head"])
-def test_a_language_model_is_not_given_a_random_head(kind, tmp_path):
+def test_language_model_without_a_score_head_is_refused(kind, tmp_path):
     checkpoint(kind, tmp_path)
     assert "has no weights for score.weight, which LlamaForSequenceClassification needs" in refused(tmp_path)
 
 
-def test_what_transformers_has_no_classifier_of_is_refused_without_its_weights(tmp_path):
+def test_architecture_without_classifier_is_refused_before_loading(tmp_path):
     checkpoint("clip_text", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "transformers has no classifier of the architecture clip_text_model" in refused(tmp_path)
 
 
-def test_settings_that_do_not_fit_the_model(tmp_path):
+def test_settings_that_do_not_fit_the_model_are_refused(tmp_path):
     folder = classifier("llama", tmp_path, labels=2)
     assert "reward_model.label = 2: its labels are 0 LABEL_0, 1 LABEL_1" in refused(folder, label=2)
     assert "reward_model.max_tokens = 129: it reads 128 at most" in refused(folder, max_tokens=129)
@@ -306,7 +306,7 @@ def test_settings_that_do_not_fit_the_model(tmp_path):
         RewardModel(folder, RewardModelSettings(device="tpu7"))
 
 
-def test_names_that_lead_nowhere(tmp_path, monkeypatch):
+def test_unknown_folders_and_hub_ids_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     classifier("llama", tmp_path / "rewards")
     assert f'there is no such folder; did you mean "{tmp_path}/rewards"?' in refused(tmp_path / "reward")
@@ -315,7 +315,7 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     assert "give a folder with config.json and safetensors, or a Hub id that is reachable" in refused("nobody/nothing")
 
 
-def test_code_of_its_own_and_weights_that_cannot_be_read(tmp_path):
+def test_remote_code_and_unreadable_weights_are_refused(tmp_path):
     folder = classifier("llama", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     assert "cannot be loaded (" in refused(folder)
@@ -324,11 +324,11 @@ def test_code_of_its_own_and_weights_that_cannot_be_read(tmp_path):
     assert "read it, then set reward_model.trust_remote_code" in refused(folder)
 
 
-# ---------------------------------------------------------------- settings, plan
+# ---------------------------------------------------------------- recipes, runs, and memory
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("auto", 1.0), ("bfloat16", 0.5)])
-def test_the_plan_counts_the_weights_that_will_be_there(dtype, share, tmp_path):
+def test_plan_counts_weights_in_the_configured_dtype(dtype, share, tmp_path):
     folder = classifier("qwen2", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -336,7 +336,7 @@ def test_the_plan_counts_the_weights_that_will_be_there(dtype, share, tmp_path):
     assert compute_weights_gb(folder, RewardModelSettings(dtype=dtype)) == pytest.approx(size * share)
 
 
-def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
+def test_reward_model_settings_are_read_from_a_recipe(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "1?"}\n{"question": "2?"}\n')
     recipe = tmp_path / "r.toml"
     recipe.write_text(
@@ -349,8 +349,8 @@ def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_has_the_values_of_transformers_and_goes_on_from_another_folder(tmp_path, model_dir, monkeypatch):
-    """The reward is twice that of a model, and a term that is computed in another process."""
+def test_run_resumed_from_another_folder_matches_transformers(tmp_path, model_dir, monkeypatch):
+    """The reward is twice the value of the reward model, plus a term that a reward process computes."""
     classifier("llama", tmp_path / "here" / "rm")
     rows = "".join(f'{{"question": "{n} + 1?"}}\n' for n in range(20))
     (tmp_path / "here" / "data.jsonl").write_text(rows)
@@ -410,7 +410,7 @@ def test_the_service_of_a_run_grades_with_its_reward_model(tmp_path):
     close(found / 3, alone(folder, plain())[:, 0])
 
 
-def test_code_that_would_run_is_said_aloud_before_it_is_read():
+def test_notice_names_remote_code_that_will_run():
     trusted = RewardModelSettings(trust_remote_code=True)
     task = Dataset(data="d.jsonl", rewards=(RewardTerm("exact"), RewardTerm("model:some/rm", reward_model=trusted)))
     assert collect_grader_notices(task) == [
@@ -421,7 +421,7 @@ def test_code_that_would_run_is_said_aloud_before_it_is_read():
     assert collect_grader_notices(Arithmetic()) == []
 
 
-def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_path):
+def test_memory_estimate_counts_reward_models_on_the_same_device(tmp_path):
     folder = classifier("llama", tmp_path)
     size = sum(w.numel() * 4 for w in load_file(tmp_path / "model.safetensors").values()) / 1e9
     here, there = (RewardTerm(f"model:{folder}", reward_model=RewardModelSettings(device=d)) for d in ("cpu", "meta"))
@@ -431,7 +431,7 @@ def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_pat
     without = replace(cfg, task=Dataset(data="d.jsonl", rewards=(there,)))
     assert memory.estimate_reward_models(without) == {}
     model = memory.ModelFacts(tiny_llama().config, 10**9, 10**9)
-    for engine in ("ddp", "fsdp2"):  # at the update, and where the model is sharded
+    for engine in ("ddp", "fsdp2"):  # at the update, and with a sharded model
         peaks = [
             memory.estimate_peak(model, replace(each, runtime=RuntimeConfig(engine)), 64) for each in (cfg, without)
         ]
@@ -446,12 +446,12 @@ def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_pat
         ({"name": "model:rm", "pattern": "x"}, "only regex takes one, and requires it"),
     ],
 )
-def test_terms_that_are_wrong(term, told):
+def test_invalid_terms_raise_value_error(term, told):
     with pytest.raises(ValueError, match=told):
         RewardTerm(**term)
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"max_tokens": -1}, {"label": -1}])
-def test_settings_that_are_wrong(wrong):
+def test_invalid_settings_raise_value_error(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RewardModelSettings(**wrong)

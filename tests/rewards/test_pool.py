@@ -1,3 +1,5 @@
+"""Test the pool of reward processes: results, errors, limits, isolation, and lifetime."""
+
 import contextlib
 import gc
 import math
@@ -27,7 +29,7 @@ from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
 FOREVER = 100_000.0
-"""Seconds that a reward may take: then its worker can only be ended otherwise."""
+"""A timeout in seconds that no test reaches, so that something else must end the worker."""
 KILLED = "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()"
 
 
@@ -46,7 +48,7 @@ def hang():
 
 
 def said(word):
-    """To whoever looks at standard output, and a program that it starts."""
+    """Print the word through Python, through a program, and through a file descriptor."""
     print(f"{word} on stdout")
     print(f"{word} on stderr", file=sys.stderr)
     subprocess.run(["echo", f"{word} by a program"], check=True)
@@ -55,20 +57,20 @@ def said(word):
 
 
 def leave_a_program(*, hangs):
-    """Its pid is the reward, or stands in the log where the reward then hangs."""
+    """Start a program and print its pid; then hang, or return the pid as the reward."""
     program = subprocess.Popen(["sleep", "1000"])
     print(program.pid)
     return hang() if hangs else Reward(float(program.pid))
 
 
 def keep_busy_and_unread():
-    """A thread that never gives the interpreter back: the process reads nothing more."""
+    """Start a thread that never releases the GIL, so that the process reads nothing more."""
     threading.Timer(0.1, pow, (9, 9**9)).start()
     return Reward(1.0)
 
 
 def start_a_process():
-    """Its exit status is the reward."""
+    """Start a process and return its exit status as the reward."""
     process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(3,))
     process.start()
     process.join()
@@ -85,7 +87,7 @@ class MuteError(Exception):
 
 
 class Grudge:
-    """No code of it may run in the parent."""
+    """An object that ends the process that unpickles it: the parent must not unpickle it."""
 
     def __reduce__(self):
         return os._exit, (3,)
@@ -101,7 +103,7 @@ def names_seen():
     return Reward(1.0, {name: float(name in told) for name in os.environ if name in SECRETS | OTHERS})
 
 
-BEHAVIOURS = {
+BEHAVIORS = {
     "pid": lambda: Reward(float(os.getpid())),
     "fine": lambda: Reward(0.5, {"a": 1.0}, correct=True),
     "fraction": lambda: Reward(Fraction(1, 2)),
@@ -170,7 +172,7 @@ BEHAVIOURS = {
 
 @dataclass(frozen=True)
 class Probe:
-    """Behaves as the completion says."""
+    """A task whose reward behaves as the text of the completion says."""
 
     name: str = "probe"
     seed: int = 3
@@ -183,7 +185,7 @@ class Probe:
         if completion.text.startswith("after "):
             time.sleep(float(completion.text.split()[1]))
             return Reward(float(completion.text.split()[2]), {"pid": float(os.getpid())})
-        return BEHAVIOURS[completion.text]()
+        return BEHAVIORS[completion.text]()
 
     def solution(self, prompt):
         return prompt.answer
@@ -205,7 +207,7 @@ def graded(sandboxed, text):
 
 
 def alive(pid):
-    """Also false for a zombie: it has ended, and only waits to be reaped."""
+    """Return whether the process runs. A zombie has ended and only waits to be reaped."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rpartition(") ")[2][0] != "Z"
@@ -214,12 +216,12 @@ def alive(pid):
 
 
 def wait_until(condition):
-    """One that never comes is for the suite's own time limit to tell."""
+    """Wait until the condition holds. The time limit of the suite ends an endless wait."""
     while not condition():
         time.sleep(0.01)
 
 
-def test_a_reward_passes_through_and_is_a_float(sandbox):
+def test_reward_is_returned_with_a_float_value(sandbox):
     assert graded(sandbox, "fine") == Reward(0.5, {"a": 1.0}, correct=True)
     assert type(graded(sandbox, "fraction").value) is float
 
@@ -278,7 +280,7 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
         ("own error in lines", r"nothing applies"),
     ],
 )
-def test_what_goes_wrong_is_a_nan_that_says_so_and_the_next_reward_is_right(sandbox, text, error):
+def test_failed_reward_is_nan_with_an_error_and_the_next_one_works(sandbox, text, error):
     before = int(graded(sandbox, "pid").value)
     reward = graded(sandbox, text)
     if reward.error.startswith(("no reward within", "the reward ended its process")):
@@ -294,7 +296,7 @@ def test_what_goes_wrong_is_a_nan_that_says_so_and_the_next_reward_is_right(sand
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("parts", Reward(1.0, {"b": 0.5}, weights={"a": 2.0})),  # and a NaN, which equals nothing
+        ("parts", Reward(1.0, {"b": 0.5}, weights={"a": 2.0})),  # the NaN part is left out, since it equals nothing
         ("float32", Reward(0.25, correct=False)),
         ("int64", Reward(1.0, correct=True)),
         ("decimal", Reward(0.5, correct=False)),
@@ -302,7 +304,7 @@ def test_what_goes_wrong_is_a_nan_that_says_so_and_the_next_reward_is_right(sand
         ("largest", Reward(3.4028234663852886e38, {"a": -3.4028234663852886e38})),
     ],
 )
-def test_numbers_of_any_library_are_numbers(sandbox, text, reward):
+def test_numbers_of_other_libraries_become_floats(sandbox, text, reward):
     got = graded(sandbox, text)
     finite = {name: part for name, part in got.parts.items() if math.isfinite(part)}
     assert replace(got, parts=finite) == reward
@@ -310,25 +312,25 @@ def test_numbers_of_any_library_are_numbers(sandbox, text, reward):
     assert type(got.correct) in (bool, type(None))
 
 
-def test_where_no_term_applies_no_reward_has_failed(sandbox):
+def test_reward_without_applicable_terms_does_not_apply(sandbox):
     reward = graded(sandbox, "no term")
     assert (math.isnan(reward.value), reward.applies) == (True, False)
     assert graded(sandbox, "nan").applies
 
 
-# ---------------------------------------------------------------- the process
+# ---------------------------------------------------------------- the reward process
 
 
 @pytest.fixture
 def logged(tmp_path):
-    """A sandbox with its log."""
+    """Yield a sandbox and the path of its log."""
     log = tmp_path / "rewards.log"
     sandboxed = GradedTask(Probe(), RewardConfig(timeout=2.0, memory_gb=0.5), log)
     yield sandboxed, log
     sandboxed.close()
 
 
-def test_what_rewards_print_goes_into_the_log(logged, capfd):
+def test_output_of_rewards_goes_to_the_log(logged, capfd):
     sandboxed, log = logged
     assert graded(sandboxed, "prints").value == 1.0
     ways = ("on stdout", "on stderr", "by a program", "by its number")
@@ -340,7 +342,7 @@ def test_what_rewards_print_goes_into_the_log(logged, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
+def test_output_is_discarded_without_a_log(sandbox, capfd, tmp_path):
     nowhere = GradedTask(Probe(), log=tmp_path / "no folder" / "rewards.log")
     for each in (sandbox, nowhere):
         assert graded(each, "prints").value == 1.0
@@ -348,27 +350,27 @@ def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
     assert capfd.readouterr() == ("", "")
 
 
-def test_where_nothing_can_be_written_a_reward_may_print_all_the_same():
+def test_reward_may_print_if_the_log_cannot_be_written():
     sandboxed = GradedTask(Probe(), log=Path("/dev/full"))
     assert graded(sandboxed, "prints half an emoji").value == 1.0
     sandboxed.close()
 
 
-def test_the_worker_has_a_session_of_its_own(sandbox):
+def test_worker_runs_in_its_own_session(sandbox):
     pid = graded(sandbox, "pid").value
     assert graded(sandbox, "session") == Reward(pid, {"group": pid})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["leaves a program and hangs", "leaves a program and exits"])
-def test_what_a_lost_reward_has_started_ends_with_it(logged, ending):
+def test_programs_of_a_lost_reward_are_ended(logged, ending):
     sandboxed, log = logged
     assert graded(sandboxed, ending).failed
     pid = int(log.read_text().split()[0])
     wait_until(lambda: not alive(pid))
 
 
-def test_what_rewards_have_started_ends_at_close(logged):
+def test_programs_of_rewards_are_ended_at_close(logged):
     sandboxed, _ = logged
     pid = int(graded(sandboxed, "leaves a program").value)
     assert alive(pid)
@@ -391,7 +393,7 @@ def test_memory_is_limited(logged):
     unlimited.close()
 
 
-def test_names_that_look_like_secrets_are_not_in_its_environment(monkeypatch):
+def test_variables_that_look_like_secrets_are_removed(monkeypatch):
     for name in SECRETS | OTHERS:
         monkeypatch.setenv(name, "x")
     sandboxed = GradedTask(Probe(), RewardConfig(secrets=("PROBE_API_KEY",)))
@@ -400,8 +402,8 @@ def test_names_that_look_like_secrets_are_not_in_its_environment(monkeypatch):
     assert reward.parts == dict.fromkeys(OTHERS | {"PROBE_API_KEY"}, 1.0)
 
 
-def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkeypatch):
-    """The worker begins with the working directory on its path unless it is told otherwise."""
+def test_files_in_the_working_directory_do_not_shadow_modules(tmp_path, monkeypatch):
+    """By default, Python puts the working directory on the path of the worker."""
     for name in ("pickle", "socket", "tomllib"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
@@ -412,7 +414,7 @@ def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
+def test_long_prompt_that_the_worker_does_not_read_times_out():
     sandboxed = GradedTask(Probe(), RewardConfig(timeout=2.0))
     assert graded(sandboxed, "keeps busy").value == 1.0
     time.sleep(1.0)
@@ -422,7 +424,7 @@ def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
     sandboxed.close()
 
 
-def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
+def test_unpicklable_prompt_is_a_failed_reward(sandbox):
     locked = Prompt("train/0/2", "?", columns={"lock": threading.Lock()})
     deep = []
     for _ in range(100_000):
@@ -432,12 +434,12 @@ def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
     assert graded(sandbox, "fine").value == 0.5
 
 
-# ---------------------------------------------------------------- several
+# ---------------------------------------------------------------- several workers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
-def test_rewards_come_in_order_however_many_workers_compute_them(workers):
+def test_rewards_are_in_order_for_any_number_of_workers(workers):
     sandboxed = GradedTask(Probe(), RewardConfig(timeout=1.0, workers=workers))
     texts = ["after 0.2 0", "after 0 1", "hang", "after 0.1 3", "exit", "raise", "after 0 6", "after 0 7"]
     rewards = sandboxed.reward_all([(PROMPT, said_by(text)) for text in texts])
@@ -451,8 +453,8 @@ def test_rewards_come_in_order_however_many_workers_compute_them(workers):
 
 
 @pytest.mark.slow
-def test_as_many_work_at_once_as_are_asked_for():
-    """Each waits until all three are at it."""
+def test_workers_setting_is_the_number_of_parallel_workers():
+    """Each reward takes 0.5 s, so that all three workers are busy at once."""
     sandboxed = GradedTask(Probe(), RewardConfig(workers=3))
     rewards = sandboxed.reward_all([(PROMPT, said_by(f"after 0.5 {i}")) for i in range(3)])
     assert len({reward.parts["pid"] for reward in rewards}) == 3
@@ -476,21 +478,21 @@ def test_only_a_lost_worker_is_replaced(sandbox):
 def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     pid = int(graded(sandbox, "pid").value)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not sandbox._executor._workers[0].is_alive)  # a reward on its way would be lost with the worker
+    wait_until(lambda: not sandbox._executor._workers[0].is_alive)  # a reward sent earlier would be lost
     assert graded(sandbox, "fine").value == 0.5
     assert graded(sandbox, "pid").value != pid
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_request_to_stop_is_the_parent_s_to_serve(sandbox, number):
-    """It finishes its step, for which it needs the worker: a supervisor sends SIGTERM to every process of a service."""
+def test_worker_ignores_signals_to_stop(sandbox, number):
+    """A supervisor sends SIGTERM to every process of a service, and the parent needs the worker to finish its step."""
     pid = int(graded(sandbox, "pid").value)
     os.kill(pid, number)
     assert graded(sandbox, "pid").value == pid
 
 
 def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
-    """Long before its own time is up."""
+    """The worker is ended long before the timeout of the reward."""
     sandboxed = GradedTask(Probe(), RewardConfig(timeout=FOREVER))
     pid = int(graded(sandboxed, "pid").value)
     wait = pool.wait
@@ -501,7 +503,7 @@ def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
         return wait(*arguments)
 
     monkeypatch.setattr(pool, "wait", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             graded(sandboxed, "hang")
@@ -539,7 +541,7 @@ PARENT = """
 
 
 def output_of(script):
-    """To a file, not a pipe: a worker that outlived its parent would hold the pipe open."""
+    """Run the script and return its output. It goes to a file, because an orphaned worker would hold a pipe open."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     output = script.with_suffix(".txt")
     with output.open("w") as file:
@@ -555,7 +557,7 @@ def output_of(script):
         ("raise ValueError", FOREVER),
         ("os.kill(os.getpid(), signal.SIGKILL)", FOREVER),
         (f"{KILLED}; graded('hang')", FOREVER),
-        # It holds the interpreter: no thread of its own sees that the parent is gone.
+        # The pattern holds the GIL, so no thread of the worker notices that the parent is gone.
         (f"{KILLED}; graded('hang in a pattern')", 0.5),
     ],
 )
@@ -590,8 +592,8 @@ NESTED = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_process_of_multiprocessing_that_has_graded_comes_to_its_end(tmp_path, method):
-    """Such a one does not do what is registered for the exit of others."""
+def test_multiprocessing_child_that_graded_exits(tmp_path, method):
+    """A multiprocessing child does not run functions that are registered with atexit."""
     script = tmp_path / "nested.py"
     script.write_text(textwrap.dedent(NESTED).format(method=method))
     pid, status = map(int, output_of(script).split())
@@ -599,7 +601,7 @@ def test_a_process_of_multiprocessing_that_has_graded_comes_to_its_end(tmp_path,
     wait_until(lambda: not alive(pid))
 
 
-def test_a_sandbox_that_nobody_has_any_more_ends_its_worker():
+def test_garbage_collected_sandbox_ends_its_worker():
     sandboxed = GradedTask(Probe())
     pid = int(graded(sandboxed, "pid").value)
     del sandboxed
@@ -613,12 +615,12 @@ class Unloadable(Probe):
         return fail, (ModuleNotFoundError("no module named riddles"),)
 
 
-def test_a_task_that_the_worker_cannot_load_is_one_clear_line():
+def test_task_that_the_worker_cannot_load_raises_a_one_line_error():
     with pytest.raises(UserError, match=r"^[^\n]*cannot load task Unloadable: ModuleNotFoundError[^\n]*$"):
         graded(GradedTask(Unloadable()), "fine")
 
 
-def test_a_task_that_cannot_be_sent_is_one_clear_line():
+def test_unpicklable_task_raises_a_one_line_error():
     @dataclass(frozen=True)
     class Local(Probe):
         pass
@@ -628,7 +630,7 @@ def test_a_task_that_cannot_be_sent_is_one_clear_line():
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+def test_error_says_that_a_script_needs_a_main_guard(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(
         textwrap.dedent(PARENT).format(ending="", timeout=0.5).replace('if __name__ == "__main__"', "if True")
@@ -643,7 +645,7 @@ def test_a_timeout_must_be_a_number_of_seconds(timeout):
         RewardConfig(timeout=timeout)
 
 
-def test_the_rest_of_the_task_passes_through():
+def test_other_attributes_of_the_task_are_forwarded():
     sandboxed = GradedTask(Probe())
     assert (sandboxed.seed, sandboxed.split, sandboxed.name) == (3, "train", "probe")
     assert sandboxed.sample(1, 2) == Probe().sample(1, 2)

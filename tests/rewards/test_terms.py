@@ -1,3 +1,5 @@
+"""Test the built-in reward terms and the checks of gold answers."""
+
 import math
 import sys
 from dataclasses import replace
@@ -105,7 +107,7 @@ def test_math_compares_expressions(text, gold, expected):
     assert value("math", text, gold) == expected
 
 
-def test_math_does_not_apply_where_the_gold_answer_cannot_be_read():
+def test_math_does_not_apply_to_an_unreadable_gold_answer():
     assert value("math", "7", "some $ or other") is None
 
 
@@ -130,7 +132,7 @@ def test_any_of_several_gold_answers_is_right(name):
         ("numeric", "2 + 2 <answer>4</answer>", "4", 1.0, 0.0),
     ],
 )
-def test_a_think_tag_that_the_chat_template_wrote_counts_as_opened(name, text, gold, alone, behind_think):
+def test_think_tag_from_the_chat_template_counts_as_opened(name, text, gold, alone, behind_think):
     said = completion(text)
     assert grade(RewardTerm(name), plain(answer=gold), said) == alone
     assert grade(RewardTerm(name), plain(answer=gold), replace(said, thinking=True)) == behind_think
@@ -178,7 +180,7 @@ def test_a_think_tag_that_the_chat_template_wrote_counts_as_opened(name, text, g
         ),
     ],
 )
-def test_the_property_of_gold_answers_holds_for_what_data_sets_have(gold):
+def test_common_gold_answers_have_no_fault(gold):
     assert find_gold_fault("math", gold) is None
 
 
@@ -192,12 +194,12 @@ def test_the_property_of_gold_answers_holds_for_what_data_sets_have(gold):
         ("math", "He had $5 and then bought 3 apples", "answer_pattern"),
     ],
 )
-def test_a_gold_answer_by_which_a_reward_cannot_grade_is_named_with_the_reason(name, gold, reason):
+def test_unusable_gold_answer_is_reported_with_the_reason(name, gold, reason):
     assert reason in (find_gold_fault(name, gold) or "")
 
 
-def test_a_gold_answer_that_credits_another_number_is_named(monkeypatch):
-    """A grader that credits everything: the property does not rest on the graders being right."""
+def test_gold_answer_that_credits_another_number_is_reported(monkeypatch):
+    """The grader credits everything: the check does not rely on correct graders."""
     find_gold_fault.cache_clear()
     monkeypatch.setitem(rewards.GOLD_GRADERS, "math", lambda text, gold: 1.0)
     assert "another number" in (find_gold_fault("math", "7") or "")
@@ -249,7 +251,7 @@ def test_bad_terms_are_refused_in_one_line(settings, says):
     assert says in str(caught.value)
 
 
-def test_labels_tell_namesakes_apart():
+def test_labels_of_equal_names_are_numbered():
     terms = [
         RewardTerm("regex", pattern="a"),
         RewardTerm("regex", pattern="b"),

@@ -1,7 +1,7 @@
-"""Reward functions as people have them: those of TRL's documentation, and others that its trainer takes.
+"""Reward functions for the tests: examples of TRL, and other functions that its trainer accepts.
 
-The first six are the examples of TRL's documentation ("Using a custom reward function") and of its trl.rewards, word
-for word but for their names.
+The functions up to `async_reward_func` follow the examples of TRL's documentation ("Using a custom reward function")
+and of trl.rewards.
 """
 # ruff: noqa: B007, B905
 
@@ -67,7 +67,7 @@ async def async_reward_func(prompts, completions, **kwargs):
 
 
 def ranked(prompts, completions, **kwargs):
-    """Compares siblings: the longest answer to a question gets 1, the shortest 0."""
+    """Rank siblings by length: the longest answer to a question gets 1, the shortest 0."""
     siblings = {prompt: sorted({len(c) for p, c in zip(prompts, completions) if p == prompt}) for prompt in prompts}
     return [
         siblings[prompt].index(len(completion)) / max(1, len(siblings[prompt]) - 1)
@@ -76,7 +76,7 @@ def ranked(prompts, completions, **kwargs):
 
 
 def unlike_the_others(completions, **kwargs):
-    """Compares all completions of the step."""
+    """Return 1 / (the number of times that the completion occurs in the step)."""
     return [1.0 / completions.count(completion) for completion in completions]
 
 
@@ -91,7 +91,7 @@ async def another_slow_judge(completions, **kwargs):
 
 
 class Judge:
-    """A callable object, asynchronous, that belongs to the event loop of its first call, as clients do."""
+    """An asynchronous callable object that is bound to the event loop of its first call, as HTTP clients are."""
 
     def __init__(self):
         self.loop = None
@@ -107,7 +107,7 @@ partly = functools.partial(judge, verbose=True)
 
 
 def growing(completions, trainer_state, **kwargs):
-    """A reward that becomes stricter during training."""
+    """Return the length, scaled by the share of training that is done."""
     share = trainer_state.global_step / trainer_state.max_steps
     return [share * len(completion) for completion in completions]
 
@@ -126,7 +126,7 @@ def logging_reward(completions, log_extra, log_metric, **kwargs):
 
 
 def columns_seen(completions, **kwargs):
-    """Every keyword and its value, as a column of the log."""
+    """Log the name and the value of every keyword argument."""
     known = {name: value for name, value in kwargs.items() if isinstance(value, list)}
     kwargs["log_extra"]("seen", [{name: values[i] for name, values in known.items()} for i in range(len(completions))])
     kwargs["log_extra"]("keywords", [sorted(kwargs) for _ in completions])

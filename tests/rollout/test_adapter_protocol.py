@@ -1,4 +1,4 @@
-"""An adapter by itself over sampler servers: the base travels once, and again to whoever does not have it."""
+"""Adapters on sampler servers: the base is pushed once, and again to a server that has lost it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def synced(policy, urls, ahead=False):
     return sampler
 
 
-def test_the_base_goes_once_to_each_and_then_the_adapter_alone(policy, urls, held):
+def test_base_is_pushed_once_and_then_only_the_adapter(policy, urls, held):
     sampler = synced(policy, urls)
     for version in (4, 5):
         before = sampler.generate(PROMPTS, SAMPLING)
@@ -80,11 +80,11 @@ def test_the_base_goes_once_to_each_and_then_the_adapter_alone(policy, urls, hel
 
 
 @pytest.mark.slow
-def test_a_server_that_was_started_anew_gets_the_base_and_the_present_adapter(policy, urls, held):
+def test_restarted_server_gets_the_base_and_the_current_adapter(policy, urls, held):
     sampler = synced(policy, urls)
     step(policy)
     sampler.sync(policy, 4)
-    held[1].model_digest = held[1].version = ""  # with an engine that is made anew
+    held[1].model_digest = held[1].version = ""  # the server makes a new engine
     for version in (4, 5):
         groups = sampler.generate(PROMPTS, SAMPLING)
         assert {c.version for group in groups for c in group.completions} == {version}
@@ -97,7 +97,7 @@ def test_a_server_that_was_started_anew_gets_the_base_and_the_present_adapter(po
 
 
 @pytest.mark.slow
-def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_by(policy, urls, held):
+def test_returning_server_gets_the_adapter_that_the_others_sample_with(policy, urls, held):
     sampler = synced(policy, urls, ahead=True)
     right = sampler.generate(PROMPTS, SAMPLING)
     step(policy)
@@ -108,9 +108,9 @@ def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_
 
 
 @pytest.mark.slow
-def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy, urls, held):
+def test_adapter_is_refused_on_other_base_weights(policy, urls, held):
     sampler = synced(policy, urls)
-    theirs = SamplerClient(urls[0], 10.0)  # another trainer's
+    theirs = SamplerClient(urls[0], 10.0)  # of another trainer
     theirs.load_model(serialize_model(policy, get_adapter_shape(policy)))
     theirs.push(get_base_weights(policy) | copy_adapter_weights(policy))
     assert sampler.engine
@@ -124,7 +124,7 @@ def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["push", "one layer"])
-def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, left_out):
+def test_incomplete_push_of_an_adapter_is_detected(policy, urls, held, left_out):
     sampler, engine = synced(policy, urls), held[1].engine
     whole, before = engine.push, dict(engine.adapter)
 
@@ -140,7 +140,7 @@ def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, l
 
 
 @pytest.mark.slow
-def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(policy, urls, held, capsys):
+def test_all_servers_get_merged_weights_if_one_refuses_the_adapter(policy, urls, held, capsys):
     held[1].make_engine = Refuses
     sampler = synced(policy, urls)
     said = '! sampler.adapter = "merged" is used instead of "request" (vLLM has no adapter on it)\n'
@@ -153,7 +153,7 @@ def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(pol
 
 
 @pytest.mark.slow
-def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy, urls, held, capsys):
+def test_returning_server_that_refuses_the_adapter_is_left_out(policy, urls, held, capsys):
     sampler = synced(policy, urls)
     held[1].make_engine, held[1].model_digest, held[1].version = Refuses, "", ""
     for version in (4, 5):

@@ -1,4 +1,4 @@
-"""What transformers decodes otherwise than it reads is seen before anything is sampled, and goes another way."""
+"""The choice of a sampler: a model whose decoding in transformers is wrong gets another sampler, or is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def policy_of(name, dtype=torch.float32):
 
 
 def gap(policy, sampler):
-    """The largest distance between what was sampled and what is scored, prompts and completions ragged."""
+    """Return the largest gap between sampled and scored log-probs, for prompts and completions of mixed lengths."""
     sampler.sync(policy)
     groups = sampler.generate(CountDigits().sample(0, 4), Sampling(4, max_tokens=16, seed="0/0"))
     assert len({len(group.prompt_ids) for group in groups}) > 1
@@ -36,15 +36,15 @@ def gap(policy, sampler):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "lfm2", "falcon_h1", "gemma3"])
-def test_layers_with_a_state_are_decoded_by_rows_that_come_and_go(name, dtype):
+def test_models_with_recurrent_state_use_the_native_sampler(name, dtype):
     sampler, note = choose_sampler("native", 8, policy_of(name, dtype))
     assert isinstance(sampler, NativeSampler)
     assert note == ""
     assert gap(policy_of(name), sampler) < 1e-4
 
 
-def test_a_state_that_knows_no_padding_is_decoded_by_itself():
-    """RecurrentGemma: beside longer prompts its log-probs would be a tenth of a nat off."""
+def test_model_without_padding_support_is_sampled_prompt_by_prompt():
+    """Batched with longer prompts, the log-probs of RecurrentGemma would be off by a tenth of a nat."""
     policy = policy_of("recurrent_gemma")
     sampler, note = choose_sampler("native", 8, policy)
     assert isinstance(sampler, HuggingFaceSampler)
@@ -55,7 +55,7 @@ def test_a_state_that_knows_no_padding_is_decoded_by_itself():
     assert gap(policy, HuggingFaceSampler()) > 0.02
 
 
-def test_a_cache_of_its_own_goes_to_the_sampler_that_knows_it():
+def test_model_with_its_own_cache_class_is_sampled_by_hf():
     policy = policy_of("minimax")
     sampler, note = choose_sampler("native", 8, policy)
     assert isinstance(sampler, HuggingFaceSampler)
@@ -64,21 +64,21 @@ def test_a_cache_of_its_own_goes_to_the_sampler_that_knows_it():
     assert gap(policy, sampler) < 1e-4
 
 
-def test_what_no_sampler_draws_from_is_refused():
+def test_model_that_no_sampler_supports_is_refused():
     with pytest.raises(UserError, match=r"RwkvForCausalLM cannot be sampled from: by hf .* by native"):
         choose_sampler("hf", 8, policy_of("rwkv"))
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
-def test_what_is_asked_for_is_taken_where_it_can_be(name, architecture):
+def test_requested_sampler_is_used_if_possible(name, architecture):
     sampler, note = choose_sampler(name, 8, make_policy(architecture))
     assert isinstance(sampler, {"native": NativeSampler, "hf": HuggingFaceSampler}[name])
     assert note == ""
 
 
 @pytest.mark.parametrize("fault", ["padding", "order", "rows"])
-def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatch):
+def test_trial_detects_faults_of_batched_decoding(fault, monkeypatch):
     model, batch = make_policy("gpt2").model, hf_decode.FallbackDecodeBatch
     assert find_cache_fault(model) == ""
     if fault == "padding":
@@ -94,7 +94,7 @@ def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatc
     assert find_cache_fault(model)
 
 
-def test_a_fallback_is_said_in_one_line_before_step_1(tmp_path, capsys):
+def test_fallback_is_reported_in_one_line_before_step_1(tmp_path, capsys):
     model = checkpoint("recurrent_gemma", tmp_path / "model")
     recipe = tmp_path / "r.toml"
     recipe.write_text(
@@ -110,13 +110,13 @@ def test_a_fallback_is_said_in_one_line_before_step_1(tmp_path, capsys):
     assert "activations unknown" in " ".join(printed.split())
 
 
-def test_rows_that_cannot_stand_beside_one_another_are_not_served(tmp_path):
+def test_model_without_padding_support_is_not_served(tmp_path):
     model = checkpoint("recurrent_gemma", tmp_path)
     with pytest.raises(UserError, match="RecurrentGemmaForCausalLM cannot be served"):
         api.load_served_model(cli.parse_command_line(["serve", str(model), "--dtype", "float32"]))
 
 
-def test_no_trial_is_made_of_our_own_decoder(monkeypatch):
+def test_native_decoder_needs_no_trial(monkeypatch):
     monkeypatch.setattr("pellucid.rollout.select.find_cache_fault", None)
     sampler, _ = choose_sampler("native", 8, policies.Policy(model_of("llama"), character_tokenizer()))
     assert isinstance(sampler, NativeSampler)

@@ -1,4 +1,4 @@
-"""Conversations: what was sampled is kept token by token, what was said to the policy is given."""
+"""Conversations: sampled tokens are kept unchanged, and tokens from the environment are marked as given."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def completions_of(groups):
 
 
 def turns_of(completion):
-    """The ranges of what was sampled."""
+    """Return the ranges of sampled tokens."""
     edges = [0, *(edge for stretch in completion.given_spans for edge in stretch), len(completion.token_ids)]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_the_logprobs_of_every_turn_are_the_scorers(name, architecture):
+def test_logprobs_of_every_turn_equal_the_scorers(name, architecture):
     policy, groups = held(name, architecture)
     batch = collate(groups)
     assert max(len(turns_of(c)) for c in completions_of(groups)) >= 3
@@ -64,8 +64,8 @@ def test_the_logprobs_of_every_turn_are_the_scorers(name, architecture):
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_what_was_said_is_what_stands_in_the_tokens(name):
-    """Turn by turn, the policy's and the others': the template around the messages is nowhere tokenized twice."""
+def test_messages_equal_the_decoded_tokens(name):
+    """Checks each turn of the policy and of the environment: the template around messages is never tokenized twice."""
     policy, groups = held(name)
     for group, completion in [(g, c) for g in groups for c in g.completions]:
         text = policy.decode(group.prompt_ids) + policy.decode(completion.token_ids, special=True)
@@ -84,7 +84,7 @@ def test_what_was_said_is_what_stands_in_the_tokens(name):
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_an_environment_hears_the_prefix_as_the_beginning_of_the_first_turn(name):
+def test_environment_receives_the_prefix_with_the_first_turn(name):
     _, groups = held(name, prompts=[replace(prompt, prefix="12+3") for prompt in asked()])
     for completion in completions_of(groups):
         spoken = [message["content"] for message in completion.messages if message["role"] == "assistant"]
@@ -94,8 +94,8 @@ def test_an_environment_hears_the_prefix_as_the_beginning_of_the_first_turn(name
         assert completion.text == (spoken[-1] if len(spoken) > 1 else spoken[0].removeprefix("12+3"))
 
 
-def test_siblings_are_asked_the_same_by_an_environment_that_draws():
-    """It adds a digit to each question, the same for every seed of the sampling."""
+def test_siblings_get_the_same_question_from_a_random_environment():
+    """The environment adds a random digit to each question, the same for every sampling seed."""
     policy, groups = held(prompts=asked(8), sampling=replace(SAMPLING, seed="1/0"))
     digits = [policy.decode(group.prompt_ids)[-3] for group in groups]
     assert all(digit.isdigit() for digit in digits)
@@ -105,7 +105,7 @@ def test_siblings_are_asked_the_same_by_an_environment_that_draws():
 
 
 class Lead:
-    """Asks each sibling something else."""
+    """An environment that asks each sibling a different question."""
 
     def __init__(self):
         self.inner = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
@@ -129,7 +129,7 @@ class Lead:
         return getattr(self.inner, name)
 
 
-def test_other_questions_of_siblings_are_given_behind_what_they_share():
+def test_differing_questions_of_siblings_follow_their_shared_start():
     policy, groups = held(world=Lead())
     for group in groups:
         whole = [(*group.prompt_ids, *c.token_ids) for c in group.completions]
@@ -152,7 +152,7 @@ def test_native_and_hf_hold_the_same_greedy_conversations(architecture):
 
 
 class Late:
-    """Lets some replies wait for many tokens of the others, each for another time."""
+    """An environment that delays each reply by a different number of calls, while other rows decode."""
 
     def __init__(self, most):
         self.inner = InProcessEnvironments(EnvironmentSpec("worlds:Parrot"))
@@ -176,8 +176,8 @@ class Late:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize(("rows", "most"), [(256, 3), (8, 30), (4, 30), (1, 17)])
-def test_a_conversation_does_not_depend_on_who_waits_and_who_makes_room(architecture, rows, most):
-    """Replies that come late, rows that are set aside and brought back, and room for few of them."""
+def test_conversations_do_not_depend_on_late_replies_or_evictions(architecture, rows, most):
+    """Replies arrive late, and rows are evicted and restored, also with few slots."""
     prompts = asked(6)
     expected = completions_of(held("native", architecture, prompts=prompts)[1])
     late = completions_of(held("native", architecture, world=Late(most), rows=rows, prompts=prompts)[1])
@@ -186,7 +186,7 @@ def test_a_conversation_does_not_depend_on_who_waits_and_who_makes_room(architec
 
 
 class OneByOne(InProcessEnvironments):
-    """Replies come one after the other, all of them soon."""
+    """An environment whose replies arrive one by one in quick succession."""
 
     def __init__(self):
         super().__init__(EnvironmentSpec("worlds:Parrot"))
@@ -198,7 +198,7 @@ class OneByOne(InProcessEnvironments):
         return now
 
 
-def test_rows_that_fall_silent_together_are_told_together(monkeypatch):
+def test_rows_that_pause_together_get_their_replies_together(monkeypatch):
     monkeypatch.setattr(scheduler, "GATHER_SECONDS", 60.0)
     told = []
     extend = RunningBatch.append_tokens
@@ -209,11 +209,11 @@ def test_rows_that_fall_silent_together_are_told_together(monkeypatch):
     policy.eos_ids = (10**6,)  # no turn ends before its limit
     sampler_of("native", policy, OneByOne()).generate(asked(), SAMPLING)
     assert told[0] == 4 * len(asked())
-    assert all(n % 4 == 0 for n in told)  # some conversations are shorter, those of a group alike
+    assert all(n % 4 == 0 for n in told)  # the conversations of a group have equal lengths
 
 
-def test_an_answer_that_nobody_replies_to_is_that_of_a_plain_prompt():
-    """The same random numbers draw the same tokens, conversation or not."""
+def test_conversation_of_one_turn_equals_a_plain_completion():
+    """The same random numbers give the same tokens with and without an environment."""
     policy = policy_of()
     once = [replace(prompt, columns={"turns": 1}) for prompt in asked()]
     talked = sampler_of("native", policy).generate(once, replace(SAMPLING, turn_tokens=0, max_tokens=20))
@@ -226,7 +226,7 @@ def test_an_answer_that_nobody_replies_to_is_that_of_a_plain_prompt():
 
 @pytest.mark.parametrize("name", ["native", "hf"])
 @pytest.mark.parametrize("limits", [{"turns": 2}, {"turn_tokens": 3}, {"max_tokens": 17}, {"max_tokens": 5}])
-def test_limits_of_turns_and_tokens(name, limits):
+def test_limits_of_turns_and_tokens_are_kept(name, limits):
     sampling = replace(SAMPLING, **limits)
     _, groups = held(name, sampling=sampling, prompts=asked(4))
     for completion in completions_of(groups):
@@ -244,8 +244,8 @@ def test_limits_of_turns_and_tokens(name, limits):
     assert any(len(turns_of(c)) > 1 for c in completions_of(groups)) == (sampling.max_tokens > 5)
 
 
-def test_a_conversation_that_was_cut_is_not_finished():
-    """Nor one whose last turn has ended, and to which there is no token left to reply."""
+def test_truncated_conversation_is_not_finished():
+    """Neither is one whose last turn has ended, but which has no token left for a reply."""
     many = replace(SAMPLING, n=32)
     whole, cut = (completions_of(held(sampling=replace(many, max_tokens=n))[1]) for n in (100, 11))
     shorter = [one for one, other in zip(cut, whole, strict=True) if len(one.token_ids) < len(other.token_ids)]
@@ -255,7 +255,7 @@ def test_a_conversation_that_was_cut_is_not_finished():
 
 
 class Rewriting:
-    """Every other time it begins anew, with another history."""
+    """An environment that starts again with another history in every other reply."""
 
     def __init__(self):
         self.turn_counts = {}
@@ -293,7 +293,7 @@ class Rewriting:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_a_rewritten_history_is_a_sequence_of_its_own(name, architecture):
+def test_rewritten_history_starts_a_new_sequence(name, architecture):
     policy, groups = held(name, architecture, world=Rewriting())
     for completion in completions_of(groups):
         [branch] = completion.branches
@@ -309,7 +309,7 @@ def test_a_rewritten_history_is_a_sequence_of_its_own(name, architecture):
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_truncated_sampling_has_masks_for_what_was_sampled_alone(name):
+def test_sampling_masks_exist_only_for_sampled_tokens(name):
     policy, groups = held(name, sampling=replace(SAMPLING, top_k=5))
     for completion in completions_of(groups):
         given = {t for start, end in completion.given_spans for t in range(start, end)}
@@ -321,7 +321,7 @@ def test_truncated_sampling_has_masks_for_what_was_sampled_alone(name):
     assert gap < 1e-4
 
 
-def test_a_question_too_long_for_the_model_costs_its_own_conversations():
+def test_too_long_question_costs_only_its_own_conversations():
     class Talkative(Lead):
         def _changed(self, number, reply):
             if not reply.prompt or number >= 4:
@@ -334,7 +334,7 @@ def test_a_question_too_long_for_the_model_costs_its_own_conversations():
     assert all(not c.outcome.error for c in completions_of(others))
 
 
-def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
+def test_error_in_reset_gives_a_completion_with_that_error():
     _, groups = held(world=InProcessEnvironments(EnvironmentSpec("worlds:Broken")), prompts=asked(2, fails=True))
     for completion in completions_of(groups):
         assert completion.outcome.error.startswith("reset: RuntimeError: no room")
@@ -347,8 +347,8 @@ def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
 @pytest.mark.parametrize(
     ("opening", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]
 )
-def test_a_completion_knows_whether_the_chat_template_opened_its_thought(name, world, opening, thinking):
-    """With an answer alone, and where the last turn of a conversation is what is graded."""
+def test_completion_knows_if_the_chat_template_opened_a_thought(name, world, opening, thinking):
+    """Tests plain completions, and conversations, whose last turn is graded."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
     policy = Policy(tiny_llama_of(tokenizer), tokenizer)

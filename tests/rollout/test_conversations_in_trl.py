@@ -1,4 +1,4 @@
-"""A second implementation: the same environment in TRL's own trainer, given the same turns."""
+"""Conversations compared with TRL's own trainer, which gets the same environment and the same turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAID = [
     ["I count nothing."],
     ['<tool_call>\n{"name": "what", "arguments": {"to": 1}}\n</tool_call>', "Oh."],
 ]
-"""What the policy says, turn by turn, in four completions of one prompt."""
+"""The policy's turns in four completions of one prompt."""
 
 
 def tokenizer_of(template):
@@ -76,7 +76,7 @@ def in_trl(tokenizer, folder, monkeypatch):
     speaking = [list(range(4))]
 
     def generate(prompt_ids, *_, **__):
-        """Whoever has called a tool speaks again, in the same order."""
+        """Return the next turn of each row that has one left, in the same order."""
         rows = speaking[0]
         said = [turns[row].pop(0) for row in rows]
         speaking[0] = [row for row in rows if turns[row]]
@@ -111,8 +111,7 @@ def with_us(tokenizer):
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
-def test_ids_masks_and_rewards_are_those_of_trl(template, tmp_path, monkeypatch):
-    """TRL's prompts, completions, tool mask and rewards, token by token."""
+def test_ids_masks_and_rewards_equal_those_of_trl(template, tmp_path, monkeypatch):
     theirs, rewards = in_trl(tokenizer_of(template), tmp_path, monkeypatch)
     ours, group = with_us(tokenizer_of(template))
     for row in range(4):

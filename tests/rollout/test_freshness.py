@@ -1,4 +1,4 @@
-"""An engine that computes with other weights than were pushed is found out, however little they differ."""
+"""The weight check detects an engine whose weights are not the pushed ones, even if they differ by one bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCORED = torch.tensor([-1.0, -2.0])
 
 
 class Copies:
-    """An engine double: holds what it was given, a table in two places; its log-probs and cache are as they are set."""
+    """An engine double. It stores pushed weights, "table" twice. Tests set its log-probs and its cached tokens."""
 
     def __init__(self):
         self.weights, self.head = {}, None
@@ -42,7 +42,7 @@ def weights_of(dtype=torch.float32):
 
 
 def moved(weights, places):
-    """The same with one entry of each of these weights moved by the least that its dtype can."""
+    """Return the weights with one entry of each named weight moved to the next number of its dtype."""
     new = {name: x.clone() for name, x in weights.items()}
     for name in places:
         flat = new[name].view(-1)
@@ -60,7 +60,7 @@ def begun(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["table", "first", "second", "norm"])
-def test_one_entry_that_moved_by_one_bit_and_was_left_out_is_found(name, dtype):
+def test_missed_one_bit_update_of_a_weight_is_detected(name, dtype):
     engine, freshness, weights = begun(dtype)
     new = moved(weights, weights)
     engine.push(new, without=[name])
@@ -68,7 +68,7 @@ def test_one_entry_that_moved_by_one_bit_and_was_left_out_is_found(name, dtype):
         freshness.check(engine, new, IDS, SCORED)
 
 
-def test_a_tied_head_that_was_left_out_is_found():
+def test_missed_update_of_a_tied_head_is_detected():
     engine, freshness, weights = begun()
     new = moved(weights, ["table"])
     engine.push(new, head=False)
@@ -76,8 +76,8 @@ def test_a_tied_head_that_was_left_out_is_found():
         freshness.check(engine, new, IDS, SCORED)
 
 
-def test_a_push_that_was_found_out_is_found_out_again():
-    """What was refused is not taken for what the engine has."""
+def test_missed_push_is_detected_again():
+    """The weights of a refused push do not count as weights of the engine."""
     engine, freshness, weights = begun()
     new = moved(weights, ["first"])
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_push_that_was_found_out_is_found_out_again():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_honest_pushes_are_believed_however_little_they_move(dtype):
+def test_complete_pushes_of_tiny_updates_pass(dtype):
     engine, freshness, weights = begun(dtype)
     for i in range(200):
         weights = moved(weights, list(weights)[: i % 5])
@@ -94,7 +94,7 @@ def test_honest_pushes_are_believed_however_little_they_move(dtype):
         freshness.check(engine, weights, IDS, SCORED)
 
 
-def test_only_what_changed_is_read_and_no_more_than_a_few_columns():
+def test_check_reads_only_a_few_changed_columns():
     engine, freshness, weights = begun()
     new = moved(weights, ["first"])
     engine.push(new)
@@ -106,7 +106,7 @@ def test_only_what_changed_is_read_and_no_more_than_a_few_columns():
     assert {name: len(set(at)) for name, at in engine.asked[1:]} == dict.fromkeys(new, MAX_COLUMNS) | {"norm": 1}
 
 
-def test_a_text_that_comes_from_the_cache_is_found():
+def test_check_text_from_the_prefix_cache_is_detected():
     engine, freshness, weights = begun()
     engine.cached = 64
     with pytest.raises(UserError, match="prefix cache"):
@@ -125,7 +125,7 @@ def test_a_text_that_comes_from_the_cache_is_found():
         (torch.float32, 1e-5, float("nan"), True),
     ],
 )
-def test_the_gap_of_the_log_probs_may_grow_tenfold_and_no_further(dtype, first, then, fires):
+def test_logprob_gap_may_grow_at_most_tenfold(dtype, first, then, fires):
     engine, freshness, weights = Copies(), WeightCheck(), weights_of(dtype)
     engine.push(weights)
     engine.logprobs = SCORED + first
@@ -138,7 +138,7 @@ def test_the_gap_of_the_log_probs_may_grow_tenfold_and_no_further(dtype, first, 
         freshness.check(engine, weights, IDS, SCORED)
 
 
-def test_another_model_is_found_at_the_first_push():
+def test_different_model_is_detected_at_the_first_push():
     engine, weights = Copies(), weights_of()
     engine.push(weights)
     engine.logprobs = SCORED + 3e-3
@@ -146,7 +146,7 @@ def test_another_model_is_found_at_the_first_push():
         WeightCheck().check(engine, weights, IDS, SCORED)
 
 
-def test_weights_that_are_no_longer_finite_are_said_to_be_so():
+def test_non_finite_weights_raise_user_error():
     engine, freshness, weights = begun()
     new = weights | {"first": weights["first"] * torch.nan}
     engine.push(new)
@@ -154,7 +154,7 @@ def test_weights_that_are_no_longer_finite_are_said_to_be_so():
         freshness.check(engine, new, IDS, SCORED)
 
 
-def test_subnormal_numbers_may_have_become_0():
+def test_subnormal_numbers_may_be_flushed_to_zero():
     engine, freshness, weights = begun()
     new = weights | {"first": weights["first"].clone()}
     new["first"][:, 3] = 1e-40
@@ -163,7 +163,7 @@ def test_subnormal_numbers_may_have_become_0():
     freshness.check(engine, new, IDS, SCORED)
 
 
-def test_sums_do_not_depend_on_how_many_rows_are_summed_at_once(monkeypatch):
+def test_column_sums_do_not_depend_on_the_chunk_size(monkeypatch):
     x = torch.randn(100, 8)
     whole = compute_column_sums(x)
     monkeypatch.setattr("pellucid.rollout.weight_check.MAX_ENTRIES_SUMMED", 24)
@@ -171,6 +171,6 @@ def test_sums_do_not_depend_on_how_many_rows_are_summed_at_once(monkeypatch):
     assert len(set(whole.tolist())) == 8
 
 
-def test_sums_notice_rows_that_change_places():
+def test_column_sums_depend_on_the_order_of_rows():
     x = torch.randn(10, 4)
     assert not (compute_column_sums(x) == compute_column_sums(x.flip(0))).any()

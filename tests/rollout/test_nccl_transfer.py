@@ -1,4 +1,4 @@
-"""Weights over NCCL, over gloo here: they arrive bit for bit, or over HTTP, and nobody waits for the dead."""
+"""Weight transfer over NCCL, here gloo: exact weights, a fallback to HTTP, and no waiting for dead peers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def loaded(policy, url, timeout=10.0):
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_push_arrives_by_one_group(policy, dtype, host, url, capsys):
+def test_every_push_arrives_through_one_group(policy, dtype, host, url, capsys):
     policy = tiny_policy(dtype)
     sampler = synced(policy, url)
     for version, by in enumerate([1e-3, 1.0]):
@@ -94,7 +94,7 @@ def test_every_push_arrives_by_one_group(policy, dtype, host, url, capsys):
 
 @pytest.mark.usefixtures("double")
 def test_two_trainers_take_turns_at_one_server(policy, host, url):
-    """Each finds the group of the other in the place of its own, and forms it again."""
+    """Each trainer finds the other's group on the server, and forms its own again."""
     clients = [loaded(policy, url), loaded(policy, url)]
     for client in (*clients, *clients):
         step(policy, 1e-2)
@@ -105,7 +105,7 @@ def test_two_trainers_take_turns_at_one_server(policy, host, url):
 
 
 @pytest.mark.usefixtures("double")
-def test_a_policy_on_another_device_says_nothing_and_pushes_over_http(policy, host, url, monkeypatch, capsys):
+def test_policy_on_another_device_pushes_over_http_silently(policy, host, url, monkeypatch, capsys):
     monkeypatch.setattr(nccl_transfer, "TRANSFER_DEVICE", "cuda")
     synced(policy, url)
     assert (host.engine.llm.calls, host.engine.pushed) == ([], 1)
@@ -113,14 +113,14 @@ def test_a_policy_on_another_device_says_nothing_and_pushes_over_http(policy, ho
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
-def test_without_vllm_here_it_is_http(policy, host, url, capsys):
+def test_trainer_without_vllm_pushes_over_http(policy, host, url, capsys):
     synced(policy, url)
     assert (host.engine.llm.calls, host.engine.pushed) == ([], 1)
     assert capsys.readouterr().out == f"{url}: its weights go over HTTP (vLLM is not installed here)\n"
 
 
 @pytest.mark.usefixtures("double")
-def test_without_a_gpu_there_or_on_the_same_it_is_http(policy, url, monkeypatch, capsys):
+def test_server_without_a_gpu_of_its_own_gets_weights_over_http(policy, url, monkeypatch, capsys):
     with served(EngineHost(Plain)) as other:
         synced(policy, other)
     monkeypatch.setattr(nccl_transfer, "get_gpu_name", lambda device: "GPU-1")
@@ -137,7 +137,7 @@ def not_listening(address):
 
 
 def unreachable(monkeypatch):
-    """The trainer's address is one that the server cannot connect to."""
+    """Give the trainer an address that the server cannot connect to. Return the reason in the message."""
     monkeypatch.setattr(nccl_transfer, "CONNECT_SECONDS", 0.2)
     monkeypatch.setattr(socket, "create_server", not_listening)
     monkeypatch.setattr(nccl_transfer, "find_own_address", lambda url: "127.0.0.1")
@@ -173,9 +173,7 @@ def never(monkeypatch):
 @pytest.mark.parametrize(
     "spoil", [unreachable, unwilling, without_library, pytest.param(never, marks=pytest.mark.slow)]
 )
-def test_a_group_that_cannot_be_formed_leaves_http_and_is_not_tried_again(
-    spoil, policy, host, url, monkeypatch, capsys
-):
+def test_failed_group_falls_back_to_http_and_is_not_retried(spoil, policy, host, url, monkeypatch, capsys):
     reason = spoil(monkeypatch)
     tried, find = [], nccl_transfer.find_own_address
     monkeypatch.setattr(nccl_transfer, "find_own_address", lambda to: tried.append(to) or find(to))
@@ -189,11 +187,11 @@ def test_a_group_that_cannot_be_formed_leaves_http_and_is_not_tried_again(
     assert tried == [url]
 
 
-# ---------------------------------------------------------------- what dies or hangs
+# ---------------------------------------------------------------- peers that die or hang
 
 
 class Slow(Receiving):
-    """Takes seconds for a transfer."""
+    """An engine whose transfers take seconds."""
 
     def __init__(self, model):
         super().__init__(model, pause=0.5)
@@ -218,7 +216,7 @@ def in_transfer(host):
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_hangs_in_a_transfer_is_lost_and_comes_back(policy, blow, url, monkeypatch, capsys):
+def test_server_that_dies_or_hangs_in_a_transfer_comes_back(policy, blow, url, monkeypatch, capsys):
     monkeypatch.setattr(nccl_transfer, "_ABORT_SECONDS", 1.0)
     process = Process(PROCESS, "PORT", "0.1")
     process.wait()
@@ -238,7 +236,7 @@ def test_a_server_that_dies_or_hangs_in_a_transfer_is_lost_and_comes_back(policy
         groups = sampler.generate(CountDigits().sample(0, 4), SAMPLING)
         assert gap_of(policy, groups) < 1e-4
         if blow == signal.SIGKILL:
-            process.words[-1] = "0"  # else each of the short rollouts below would end before the transfer does
+            process.words[-1] = "0"  # otherwise each short rollout below would end before the transfer
             process.start()
         else:
             process.process.send_signal(signal.SIGCONT)
@@ -249,7 +247,7 @@ def test_a_server_that_dies_or_hangs_in_a_transfer_is_lost_and_comes_back(policy
                 break
         assert first.is_up
         said = capsys.readouterr().out
-        # A new process gets its weights over NCCL again; one with which a transfer failed does not.
+        # A new process gets its weights over NCCL again; a process whose transfer failed gets them over HTTP.
         ways = [line for line in said.splitlines() if line.startswith(f"{process.url}: its weights go over")]
         assert [("NCCL" in way, "HTTP" in way) for way in ways] == (
             [(True, False)] if blow == signal.SIGKILL else [(True, False), (True, True)]
@@ -262,13 +260,13 @@ def until_the_engine_has_failed(host):
     deadline = time.monotonic() + 20
     while host.model_digest and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not host.model_digest  # to be made anew
+    assert not host.model_digest  # the server will make a new engine
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-def test_a_trainer_that_dies_in_a_transfer_leaves_a_server_that_serves_others(policy, slow_host, slow_url):
-    """Its connection ends, and the broadcast that waits for it is aborted."""
+def test_server_serves_others_after_a_trainer_dies_in_a_transfer(policy, slow_host, slow_url):
+    """The trainer's connection ends, and the server aborts the broadcast that waits for it."""
     client = loaded(policy, slow_url, timeout=100.0)
 
     def push():
@@ -280,7 +278,7 @@ def test_a_trainer_that_dies_in_a_transfer_leaves_a_server_that_serves_others(po
     in_transfer(slow_host)
     group = client._sender._engine.model_update_group
     group.broadcast = lambda *_, **__: time.sleep(3600)
-    client._sender._engine.shutdown = lambda: None  # a dead one destroys nothing
+    client._sender._engine.shutdown = lambda: None  # a dead trainer destroys no group
     client.stop()
     until_the_engine_has_failed(slow_host)
     other = loaded(policy, slow_url)
@@ -290,7 +288,7 @@ def test_a_trainer_that_dies_in_a_transfer_leaves_a_server_that_serves_others(po
     assert torch.equal(slow_host.engine.model.lm_head.weight, policy.model.lm_head.weight)
     thread.join(30)
     assert not thread.is_alive()
-    # A transfer that was stopped on purpose does not speak against NCCL.
+    # A transfer that was stopped on purpose does not count as a failure of NCCL.
     client.start()
     client.load_model(serialize_model(policy))
     client.push(get_push_weights(policy))
@@ -312,8 +310,8 @@ def test_a_transfer_that_takes_too_long_is_aborted_on_both_sides(policy, slow_ho
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-def test_a_server_does_not_wait_for_a_trainer_that_is_frozen(policy, host, url):
-    """Its connection stays, and nothing comes."""
+def test_server_does_not_wait_for_a_frozen_trainer(policy, host, url):
+    """The connection stays open, but no data arrives."""
     client, weights = loaded(policy, url), get_push_weights(policy)
     client._sender._form_group(weights, torch.device("cpu"))
     told = {
@@ -338,7 +336,7 @@ class _Stream:
 
 @pytest.fixture
 def vllm_on_the_cpu(monkeypatch):
-    """vLLM's weight transfer over gloo: only NCCL, streams and the question for the present GPU are replaced."""
+    """Run vLLM's weight transfer over gloo: only NCCL, streams and the query for the current GPU are replaced."""
     pytest.importorskip("vllm")
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor  # noqa: PLC0415
 
@@ -356,8 +354,8 @@ def vllm_on_the_cpu(monkeypatch):
 @pytest.mark.usefixtures("vllm_on_the_cpu")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("buffer", [2**28, 2**12])
-def test_vllms_own_engines_carry_the_weights(tied, buffer, monkeypatch, capsys):
-    """In one part, and in parts as large as the largest weight."""
+def test_vllms_transfer_engines_deliver_the_weights(tied, buffer, monkeypatch, capsys):
+    """The weights travel in one part, or in parts as large as the largest weight."""
     monkeypatch.setattr(nccl_transfer, "BUFFER_BYTES", buffer)
 
     def make_engine(model):

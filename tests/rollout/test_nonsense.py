@@ -1,4 +1,4 @@
-"""Servers that answer with nonsense, by a proxy before a real one; the run goes on with the other."""
+"""Malformed responses of sampler servers, made by a proxy: the run continues on the other server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _at_once(monkeypatch):
 
 @contextmanager
 def altered(url, alter):
-    """The address of a proxy for a server. `alter` is given path and body of each answer, and returns the body."""
+    """Yield the address of a proxy. `alter` gets the path and body of each response, and returns a new body."""
 
     class Proxy(BaseHTTPRequestHandler):
         def do(self):
@@ -45,7 +45,7 @@ def altered(url, alter):
             headers = {
                 name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")
             }
-            # The trainer may hang up before it has read an answer: the connection to the server is closed even then.
+            # The trainer may hang up before it has read the response: close the connection to the server even then.
             with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)) as there:
                 there.request(self.command, self.path, body, headers | {"Host": "localhost"})
                 answer = there.getresponse()
@@ -71,7 +71,7 @@ def altered(url, alter):
 
 
 def rows(change):
-    """An alteration of every row of an answer that has some."""
+    """Return an alteration that changes every row of a response."""
 
     def alter(path, body):
         if path != "/step" or not (answer := json.loads(body)).get("said"):
@@ -86,7 +86,7 @@ def body_of(path, text):
 
 
 def more(path, body):
-    """A row more than was asked for, once."""
+    """Alter a response: its first row is in it twice."""
     answer = json.loads(body) if path == "/step" else {}
     if answer.get("said"):
         answer["said"].append(answer["said"][0])
@@ -95,7 +95,7 @@ def more(path, body):
 
 
 def idle():
-    """Steps that are taken, and no row ever."""
+    """Return an alteration that counts steps but never finishes a row."""
     steps = itertools.count(0, 20)
     return lambda path, body: (
         json.dumps({"steps": next(steps), "others": 0, "said": []}).encode() if path == "/step" else body
@@ -146,7 +146,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def pair():
-    """Two real servers."""
+    """Yield the addresses of two real servers."""
     with served(EngineHost(Plain)) as first, served(EngineHost(Plain)) as second:
         yield first, second
 
@@ -164,7 +164,7 @@ def altering(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["NaN", "too many tokens", "never asked for", "a row twice", "no JSON"])
-def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sample(case, policy, pair, right, capsys):
+def test_server_with_invalid_responses_is_dropped_with_one_line(case, policy, pair, right, capsys):
     alter, says = altering(case)
     with altered(pair[1], alter) as url:
         sampler = VLLMSampler(engine=ServerPool([pair[0], url], 30.0))
@@ -178,7 +178,7 @@ def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sampl
 
 
 @pytest.mark.slow
-def test_one_that_comes_to_its_senses_is_taken_back(policy, pair, right, capsys):
+def test_server_is_taken_back_when_its_responses_are_valid_again(policy, pair, right, capsys):
     mad = threading.Event()
     mad.set()
     with altered(pair[1], lambda path, body: rows(ROWS["NaN"][0])(path, body) if mad.is_set() else body) as url:
@@ -196,14 +196,14 @@ def test_one_that_comes_to_its_senses_is_taken_back(policy, pair, right, capsys)
 
 @pytest.fixture(scope="module")
 def bent(policy, pair):
-    """A server behind a proxy, which a test bends, and the trainer's side of it, with one row asked for."""
+    """Yield a dict that holds the alteration of a proxy, and the trainer's client of the server behind it."""
     bend = {}
     with altered(pair[0], lambda *answer: bend["by"](*answer)) as url:  # noqa: PLW0108 - it is exchanged
         yield bend, SamplerClient(url, 30.0)
 
 
 @pytest.mark.parametrize("case", [*ROWS, *BODIES])
-def test_each_kind_of_nonsense_is_told(case, policy, bent):
+def test_malformed_responses_raise_invalid_answer_error(case, policy, bent):
     bend, asked = bent
     alter, says = altering(case)
     bend["by"] = lambda path, body: body
@@ -229,7 +229,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize(("path", "body"), [(path, body) for path, bodies in TENSORS.items() for body in bodies])
-def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
+def test_malformed_tensors_raise_invalid_answer_error(path, body, policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: body
     asked.load_model(serialize_model(policy))
@@ -251,7 +251,7 @@ def test_tensors_that_are_none_are_nonsense(path, body, policy, bent):
         {"refusal": 3},
     ],
 )
-def test_a_state_that_is_none_is_nonsense(state, policy, bent):
+def test_malformed_state_raises_invalid_answer_error(state, policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: body
     asked.load_model(serialize_model(policy))
@@ -260,7 +260,7 @@ def test_a_state_that_is_none_is_nonsense(state, policy, bent):
         asked.load_model(serialize_model(policy))
 
 
-def test_what_a_server_says_is_shown_and_not_obeyed(policy, bent):
+def test_control_characters_in_server_messages_are_escaped(policy, bent):
     bend, asked = bent
     bend["by"] = lambda path, body: json.dumps(json.loads(body) | {"refusal": "\x1b]0;x\x07"}).encode()
     with pytest.raises(vllm_client.AdapterRefusedError) as raised:

@@ -1,4 +1,4 @@
-"""What of an adapter travels by itself, and which adapters are more than that."""
+"""Adapters that are pushed without their base: the pushed matrices, and the adapters that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def adapted(**settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}])
-def test_base_and_adapter_are_what_is_merged(settings):
+def test_base_plus_adapter_equals_the_merged_weights(settings):
     policy = adapted(**settings)
     base, adapter, merged = get_base_weights(policy), copy_adapter_weights(policy), get_push_weights(policy)
     assert base.keys() == merged.keys()
@@ -49,7 +49,7 @@ def test_base_and_adapter_are_what_is_merged(settings):
         assert added.abs().max() > 1 or layer not in layers
 
 
-def test_the_matrices_are_copies():
+def test_adapter_matrices_are_copies():
     policy = adapted()
     adapter = copy_adapter_weights(policy)
     before = {name: x.clone() for name, x in adapter.items()}
@@ -59,8 +59,8 @@ def test_the_matrices_are_copies():
     assert all(torch.equal(adapter[name], x) for name, x in before.items())
 
 
-def test_b_is_rounded_once():
-    """7 / 3 is rounded in bfloat16, too: with a scale rounded first, or B first, other bits would come."""
+def test_lora_b_is_rounded_once():
+    """The scale 7 / 3 is inexact in bfloat16: rounding the scale or B before the product would give other bits."""
     policy = adapted()
     policy.dtype = torch.bfloat16
     [name] = [name for name in policy.trainable() if "layers.1.mlp.down_proj.lora_B" in name]
@@ -71,7 +71,7 @@ def test_b_is_rounded_once():
     assert (off <= (held.nextafter(torch.full_like(held, torch.inf)) - held).double().abs() * 0.501).all()
 
 
-def test_a_form_has_room_for_its_rank_and_zeros_of_its_shapes():
+def test_adapter_shape_has_a_padded_rank_and_matching_zeros():
     policy = adapted(r=9)
     form = get_adapter_shape(policy)
     assert (form.rank, form.padded_rank) == (9, 16)
@@ -79,7 +79,7 @@ def test_a_form_has_room_for_its_rank_and_zeros_of_its_shapes():
     assert {name: x.shape for name, x in form.create_zeros(torch.float32).items()} == shapes
 
 
-def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
+def test_written_adapter_has_the_format_of_peft_with_a_scale_of_1(tmp_path):
     adapter = copy_adapter_weights(adapted())
     write_adapter(adapter, tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -103,13 +103,13 @@ def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
         ({"r": 513}, "policy.lora is above 512"),
     ],
 )
-def test_adapters_that_are_more_than_vllm_takes_are_refused(settings, says):
+def test_adapters_that_vllm_cannot_load_are_refused(settings, says):
     policy = adapted(**settings)
     with pytest.raises(AdapterRefusedError, match=says):
         get_adapter_shape(policy)
 
 
-def test_an_adapter_of_the_package_on_every_linear_layer_has_a_form():
+def test_adapter_on_every_linear_layer_has_a_shape():
     model = tiny_policy().model
     form = get_adapter_shape(Policy(model, character_tokenizer(), adapter=add_adapter(model, 512)))
     assert (form.padded_rank, len(form.layers)) == (512, 2 * 7)

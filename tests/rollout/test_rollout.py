@@ -1,4 +1,4 @@
-"""What surrounds every sampler's decoding: seeds, lengths, and tokens into text."""
+"""Parts that all samplers share: seeds, lengths, and the decoding of tokens into text."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def synced(name, policy, **settings):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_another_seed_draws_other_samples_and_the_same_one_the_same(name):
+def test_equal_seeds_give_equal_samples_and_other_seeds_do_not(name):
     sampler, prompts = synced(name, make_policy()), CountDigits().sample(0, 3)
     assert tokens(sampler, prompts) == tokens(sampler, prompts)
     assert tokens(sampler, prompts) != tokens(sampler, prompts, seed="t")
 
 
-def test_one_question_twice_draws_other_samples_each_time():
+def test_repeated_question_gets_different_samples():
     one, other = tokens(synced("native", make_policy()), [Prompt("a", "1+1?"), Prompt("b", "1+1?")])
     assert one != other
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_sampling_leaves_the_global_generator_where_it_was(name):
+def test_sampling_leaves_the_global_generator_unchanged(name):
     sampler, before = synced(name, make_policy()), torch.get_rng_state()
     tokens(sampler, CountDigits().sample(0, 2))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_a_checkpoint_says_of_sampling_is_neither_used_nor_lost():
-    """In fp32, where the model that samples is the one that is trained."""
+def test_generation_config_of_a_checkpoint_is_ignored_and_kept():
+    """In fp32 the sampler uses the trained model itself, not a copy."""
     policy, prompts = make_policy(), CountDigits().sample(0, 3)
     plain = tokens(synced("hf", policy), prompts)
     own = policy.model.generation_config
@@ -60,8 +60,8 @@ def test_what_a_checkpoint_says_of_sampling_is_neither_used_nor_lost():
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_whole_vocabulary_is_drawn_from(name):
-    """transformers' own default keeps the likeliest 50: here all 200 are as likely."""
+def test_samples_come_from_the_whole_vocabulary(name):
+    """The default of transformers keeps the likeliest 50 tokens; here all 200 are equally likely."""
     model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 200}))
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     policy = Policy(model, character_tokenizer())
@@ -72,7 +72,7 @@ def test_the_whole_vocabulary_is_drawn_from(name):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_prompt_may_fill_the_context_to_the_last_token(name):
-    """128 positions, 100 of them for the completion; of several prompts the longest counts."""
+    """The model has 128 positions, 100 of them for the completion. The longest of several prompts counts."""
     sampler, sampling = synced(name, make_policy()), Sampling(2, max_tokens=100)
     assert sampler.generate([Prompt("p", "1" * 28)], sampling)
     with pytest.raises(UserError, match="a prompt of 29 tokens"):
@@ -80,7 +80,7 @@ def test_a_prompt_may_fill_the_context_to_the_last_token(name):
 
 
 class Spaced:
-    """A tokenizer that drops the space before what stands first, as SentencePiece does."""
+    """A tokenizer that drops the space before the first token, as SentencePiece does."""
 
     eos_ids, end_id = (EOS,), EOS
 
@@ -91,7 +91,7 @@ class Spaced:
         return "".join(f" {'abcdefgh'[i]}" for i in ids).lstrip()
 
 
-def test_a_completion_is_read_behind_its_own_prefix():
+def test_completion_is_decoded_after_its_own_prefix():
     prompts = [Prompt("p", "?", prefix="a b"), Prompt("q", "?")]
     groups = build_groups(Spaced(), 3, prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4)
     assert [[c.text for c in group.completions] for group in groups] == [[" f", " g h"], ["f", "g h"]]
@@ -104,8 +104,8 @@ def test_a_completion_is_read_behind_its_own_prefix():
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])
-def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
-    """Room for three of eight groups, and completions of many lengths: some board while others fly."""
+def test_rows_admitted_late_sample_the_same_tokens(engine):
+    """Three of eight groups fit at once, and completion lengths vary: groups are admitted while others decode."""
     policy = make_policy(engine=engine)
     prompts, boarding = CountDigits().sample(0, 8), []
     flight = policy.create_decode_batch
@@ -124,13 +124,13 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
     assert sum(map(bool, boarding)) > 2, "they boarded in more than two goes"
 
 
-def test_random_numbers_have_the_bits_of_a_double():
-    """With 24 a token of chance 1e-9 would be drawn never, or 60 times as often."""
+def test_random_numbers_have_the_precision_of_a_double():
+    """With 24 bits, a token of probability 1e-9 would be sampled never, or 60 times as often."""
     numbers = torch.tensor(list(islice(generate_uniforms(7), 1000)), dtype=torch.float64)
     assert bool(((numbers >= 0) & (numbers < 1)).all())
     assert ((numbers * 2**24) % 1 != 0).double().mean() > 0.99
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_random_numbers_do_not_depend_on_how_many_are_made_at_a_time(chunk):
+def test_random_numbers_do_not_depend_on_the_chunk_size(chunk):
     assert list(islice(generate_uniforms(7, chunk), 100)) == list(islice(generate_uniforms(7, 100), 100))

@@ -1,4 +1,4 @@
-"""The secret of `pellucid sampler` on the loopback: made at the start, told to its owner alone, needed by everyone."""
+"""The secret of `pellucid sampler` on the loopback: made at startup, readable by its owner only, always required."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cache(tmp_path, monkeypatch):
 
 @contextmanager
 def hosted(monkeypatch, address="127.0.0.1", opened=None):
-    """The command's server with a plain engine in the place of vLLM, and its address."""
+    """Run the command's server with a plain engine instead of vLLM. Yield its address."""
     servers = []
 
     def engine(model, *_, receives):
@@ -71,7 +71,7 @@ def status_of(url, body=None):
             return error.code
 
 
-def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monkeypatch, tmp_path, capsys):
+def test_loopback_server_writes_a_secret_for_runs_of_its_owner(monkeypatch, tmp_path, capsys):
     policy = tiny_policy()
     with hosted(monkeypatch) as url:
         [file] = (tmp_path / "cache" / "samplers").iterdir()
@@ -88,14 +88,14 @@ def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monke
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "of another user"))
         with pytest.raises(UserError, match=r"401.*set PELLUCID_SAMPLER_TOKEN to the server's secret"):
             SamplerClient(url, 10.0).get_state()
-        monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", secret)  # as through a tunnel
+        monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", secret)  # as for a server behind a tunnel
         assert SamplerClient(url, 10.0).get_state()["model"]
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     assert not file.exists()
 
 
-def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatch):
-    """The port is open before torch is imported and the secret is written."""
+def test_request_during_server_startup_is_answered(monkeypatch):
+    """The port is open before torch is imported and before the secret is written."""
     with open_listening_socket("127.0.0.1", 0) as free:
         asked = SamplerClient(f"http://127.0.0.1:{free.getsockname()[1]}", 10.0)
         answers, sent = [], threading.Event()
@@ -115,7 +115,7 @@ def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatc
 
 
 def sent_before(event):
-    """`HTTPConnection.request` that sets an event once a request was sent."""
+    """Return an `HTTPConnection.request` that sets an event once a request was sent."""
     request = http.client.HTTPConnection.request
 
     def sent(self, *arguments, **keywords):
@@ -125,7 +125,7 @@ def sent_before(event):
     return sent
 
 
-def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(monkeypatch, tmp_path):
+def test_each_start_makes_a_new_secret_unless_the_environment_sets_one(monkeypatch, tmp_path):
     secrets = []
     for _ in range(2):
         with hosted(monkeypatch):
@@ -138,7 +138,7 @@ def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(
         assert json.dumps(SamplerClient(url, 10.0).get_state())
 
 
-def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, tmp_path):
+def test_secret_that_cannot_be_written_raises_user_error(monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setattr(vllm_server, "check_vllm_installed", lambda: None)
     with open_listening_socket("127.0.0.1", 0) as free, pytest.raises(UserError, match="set PELLUCID_SAMPLER_TOKEN"):
@@ -146,7 +146,7 @@ def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, 
 
 
 @pytest.mark.slow
-def test_half_of_the_weights_leave_no_traceback_when_the_server_ends(monkeypatch, caplog):
+def test_interrupted_upload_leaves_no_traceback_on_shutdown(monkeypatch, caplog):
     monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "open-sesame")
     with hosted(monkeypatch) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 20) as client:
         head = "PUT /weights/a/0/1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer open-sesame\r\n"

@@ -1,4 +1,4 @@
-"""Sampler and scorer speak of the same distribution; completions are deterministic and independent of neighbours."""
+"""Samplers: log-probs equal the scorer's, and completions are deterministic and independent of other rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_native_and_hf_agree_on_greedy_answers():
     assert [g.completions[0].token_ids for g in native] == [g.completions[0].token_ids for g in hf]
 
 
-def test_a_completion_does_not_depend_on_its_neighbours():
+def test_a_completion_does_not_depend_on_its_neighbors():
     policy = make_policy()
     sampler, sampling = NativeSampler(policy=policy), Sampling(8, max_tokens=24, seed="7/3")
     prompts = CountDigits().sample(0, 4)
@@ -101,7 +101,7 @@ def test_samples_follow_the_exact_distribution_eos_included():
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_the_inverse_cdf_gives_each_token_its_stretch_of_the_unit_interval():
+def test_inverse_cdf_maps_each_token_to_its_interval():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]])
     at = {0.0: 1, 0.4999: 1, 0.5: 3, 0.7499: 3, 0.75: 4, 1 - 2**-53: 4}
     for uniform, token in at.items():
@@ -110,7 +110,7 @@ def test_the_inverse_cdf_gives_each_token_its_stretch_of_the_unit_interval():
         assert abs(float(logprob) - float(probs[0, token].log())) < 1e-6
 
 
-def test_a_token_without_probability_is_never_drawn_whatever_the_vocabulary():
+def test_token_with_zero_probability_is_never_sampled():
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 255, 256, 257, 49152):
         logits = torch.randn(64, vocab, generator=generator) * 10
@@ -132,7 +132,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_what_is_cut_off_is_what_transformers_cuts_off(name):
+def test_truncation_equals_that_of_transformers(name):
     by = CUTS[name]
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * 3
     warpers = LogitsProcessorList([TopPLogitsWarper(by.top_p)])
@@ -146,7 +146,7 @@ def test_what_is_cut_off_is_what_transformers_cuts_off(name):
     assert by.top_k > 300 or bool((expected == 0).any())
 
 
-def test_a_truncated_draw_keeps_to_what_is_left_and_scores_by_the_whole():
+def test_truncated_sampling_reports_untruncated_logprobs():
     probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).expand(1001, -1)
     uniforms = torch.arange(1001, dtype=torch.float64) / 1001
     drawn, logprob = sample_tokens(probs.log(), uniforms, 1.0, Truncation(top_k=2))
@@ -155,8 +155,8 @@ def test_a_truncated_draw_keeps_to_what_is_left_and_scores_by_the_whole():
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_obey_a_truncation(name):
-    """Only the likeliest token is left: greedy, at whatever temperature."""
+def test_samplers_apply_truncation(name):
+    """With top_p = 1e-6 only the likeliest token is left, so sampling equals greedy decoding."""
     policy = make_policy("llama")
     greedy, cut = ({"temperature": 0.0}, {"temperature": 1.5, "top_p": 1e-6})
     samples = []
@@ -169,13 +169,13 @@ def test_samplers_obey_a_truncation(name):
     ]
 
 
-def test_temperature_is_that_of_the_scored_distribution():
+def test_logprobs_are_computed_at_the_sampling_temperature():
     logits = torch.tensor([[0.0, 2.0]])
     cold = float(sample_tokens(logits, torch.tensor([0.5], dtype=torch.float64), 0.5)[1])
     assert abs(cold - float(torch.tensor([0.0, 4.0]).log_softmax(-1)[1])) < 1e-6
 
 
-def test_sampling_leaves_the_policy_as_it_was():
+def test_sampling_leaves_the_policy_unchanged():
     policy = make_policy(dtype=torch.bfloat16)
     before = {name: p.clone() for name, p in policy.trainable().items()}
     own = policy.model.generation_config
@@ -185,7 +185,7 @@ def test_sampling_leaves_the_policy_as_it_was():
     assert all(p.dtype == torch.float32 and torch.equal(p, before[name]) for name, p in policy.trainable().items())
 
 
-def test_after_a_sync_the_sampler_speaks_with_the_new_weights():
+def test_sampler_uses_the_new_weights_after_a_sync():
     policy = make_policy(dtype=torch.bfloat16)
     sampler, sampling = NativeSampler(policy=policy), Sampling(4, max_tokens=4, seed="s")
     prompts = CountDigits().sample(0, 2)
@@ -211,7 +211,7 @@ def test_rotary_frequencies_keep_their_precision_in_the_sampling_copy():
     assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
 
 
-def test_a_prompt_too_long_for_the_context_is_one_clear_line():
+def test_prompt_too_long_for_the_context_raises_user_error():
     with pytest.raises(UserError, match="shorten the prompts"):
         NativeSampler(policy=make_policy()).generate([Prompt("p", "1" * 60)], Sampling(2, max_tokens=100))
 
@@ -219,8 +219,8 @@ def test_a_prompt_too_long_for_the_context_is_one_clear_line():
 @pytest.mark.parametrize(
     ("cut", "masked"), [({}, False), ({"top_k": 2}, True), ({"top_p": 0.5}, True), ({"min_p": 0.1}, True)]
 )
-def test_one_sampler_draws_in_every_way(cut, masked):
-    """Greedy, whole and truncated, one after the other: what it was asked before does not matter."""
+def test_sampling_does_not_depend_on_earlier_calls(cut, masked):
+    """One sampler alternates between greedy and other sampling, with and without truncation."""
     sampler, prompts = NativeSampler(policy=make_policy()), CountDigits().sample(0, 2)
     sampling = Sampling(3, 0.9, 6, seed="s", **cut)
     first = sampler.generate(prompts, sampling)

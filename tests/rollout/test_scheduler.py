@@ -1,4 +1,4 @@
-"""The scheduler by itself: admission, and what finished rows leave behind."""
+"""The scheduler alone: admission of requests, and removal of finished and canceled rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_small_request_never_overtakes_a_large_one():
     assert [request.rows for request in scheduler.waiting] == [large, small]
 
 
-def test_the_slots_of_finished_rows_are_free_when_their_owner_hears_of_them():
+def test_slots_of_finished_rows_are_free_when_on_finished_is_called():
     finished = []
 
     def on_finished(rows):
@@ -83,7 +83,7 @@ def test_the_slots_of_finished_rows_are_free_when_their_owner_hears_of_them():
 
 
 def test_a_canceled_row_leaves_no_cache_behind():
-    """Neither one that is paused in its slot, nor one that was evicted."""
+    """Neither a row that is paused in its slot nor an evicted row keeps its cache."""
     scheduler = make_scheduler()
     [rows] = add_requests(scheduler, [4])
     scheduler.append_tokens = lambda row, *_: RowState.PAUSED if row in rows[:2] else RowState.DECODING

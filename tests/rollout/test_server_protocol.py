@@ -1,4 +1,4 @@
-"""Rows over sampler servers, whose engine here is a plain one: each once, from the present weights, whoever dies."""
+"""Sampling on servers, here with a plain engine: each row is sampled once, from current weights, despite failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def synced(policy, urls, version=3, timeout=10.0, world=None, ahead=False):
 
 
 def alone(policy, prompts, sampling=SAMPLING, version=3, world=None):
-    """The same by one engine, without a server."""
+    """Return the groups that one engine samples without a server."""
     engine = Plain(ModelDescription.model_validate_json(serialize_model(policy)))
     engine.push(get_push_weights(policy))
     return VLLMSampler(policy=policy, version=version, engine=engine, environments=world).generate(prompts, sampling)
@@ -74,7 +74,7 @@ def step(policy, by=0.05):
 # ---------------------------------------------------------------- rows
 
 
-def test_servers_sample_what_one_engine_does_and_whole_groups_stay_together(policy, urls, held):
+def test_servers_sample_like_one_engine_and_keep_groups_together(policy, urls, held):
     prompts = CountDigits().sample(0, 6)
     sampler = synced(policy, urls)
     groups = sampler.generate(prompts, SAMPLING)
@@ -88,9 +88,9 @@ def test_servers_sample_what_one_engine_does_and_whole_groups_stay_together(poli
 
 
 @pytest.mark.slow
-def test_whoever_takes_answers_late_gets_them_all(policy, urls):
+def test_answers_that_are_read_late_all_arrive(policy, urls):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
-    later(sampler, lambda: time.sleep(1.0), behind=1)  # by then all are answered
+    later(sampler, lambda: time.sleep(1.0), behind=1)  # all rows have finished by then
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts)
 
 
@@ -107,7 +107,7 @@ def test_every_push_reaches_every_server(policy, urls, held):
 
 
 @pytest.mark.slow
-def test_weights_go_in_parts(policy, urls, monkeypatch):
+def test_weights_are_sent_in_parts(policy, urls, monkeypatch):
     monkeypatch.setattr(vllm_client, "MAX_PART_BYTES", 4000)
     assert len(list(vllm_client.split_weights(get_push_weights(policy)))) > 5
     assert gap_of(policy, synced(policy, urls).generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
@@ -115,14 +115,14 @@ def test_weights_go_in_parts(policy, urls, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patient", [True, False])
-def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(policy, urls, held, patient):
+def test_conversations_stay_on_the_server_that_has_their_cache(policy, urls, held, patient):
     sampling = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
     sampler = synced(policy, urls, world=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
     sampler.deterministic = patient
     groups = sampler.generate(asked(), sampling)
     assert max(len(c.given_spans) for group in groups for c in group.completions) >= 2
     assert gap_of(policy, groups) < 1e-4
-    for one, other in (held, held[::-1]):  # whoever goes on with a conversation had all of it before
+    for one, other in (held, held[::-1]):  # the server of a turn has seen all earlier turns
         turns = [ids for ids in one.engine.seen if sum(ids[: len(seen)] == seen for seen in one.engine.seen) > 1]
         assert turns
         assert not {ids[:12] for ids in turns} & {ids[:12] for ids in other.engine.seen}
@@ -131,10 +131,10 @@ def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(pol
 # ---------------------------------------------------------------- versions
 
 
-def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls, held):
+def test_other_weights_are_refused_by_server_and_trainer(policy, urls, held):
     sampler = synced(policy, urls)
     first = sampler.engine.servers[0].client
-    theirs = SamplerClient(urls[0], 10.0)  # another trainer's
+    theirs = SamplerClient(urls[0], 10.0)  # of another trainer
     theirs.load_model(serialize_model(policy))
     theirs.push(get_push_weights(policy))
     for late in (lambda: first.step([SampleRequest(0, [1, 2], 3, 1.0, 0)]), lambda: first.score_tokens([1, 2])):
@@ -146,7 +146,7 @@ def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls
 
 
 @pytest.mark.slow
-def test_a_server_that_lost_its_weights_gets_them_before_it_gets_rows(policy, urls, held, capsys):
+def test_server_that_lost_its_weights_gets_them_before_rows(policy, urls, held, capsys):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     held[1].version = ""
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts)
@@ -156,7 +156,7 @@ def test_a_server_that_lost_its_weights_gets_them_before_it_gets_rows(policy, ur
 
 
 @pytest.mark.slow
-def test_one_that_comes_back_while_the_policy_is_trained_gets_the_weights_that_the_others_draw_by(policy, urls, held):
+def test_server_back_during_training_gets_the_weights_of_the_others(policy, urls, held):
     prompts = CountDigits().sample(0, 4)
     sampler, right = synced(policy, urls, ahead=True), alone(policy, prompts)
     for by in (0.05, 1e-7):
@@ -171,7 +171,7 @@ def test_one_that_comes_back_while_the_policy_is_trained_gets_the_weights_that_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["push", "one layer"])
-def test_a_push_that_did_not_arrive_is_found_out(policy, urls, held, what):
+def test_missing_or_incomplete_push_is_detected(policy, urls, held, what):
     sampler, whole = synced(policy, urls), held[1].engine.push
     held[1].engine.push = lambda weights: (
         what == "push"
@@ -186,7 +186,7 @@ def test_a_push_that_did_not_arrive_is_found_out(policy, urls, held, what):
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_of_a_rollout(policy, urls, held):
+def test_server_back_with_wrong_weights_is_detected_during_a_rollout(policy, urls, held):
     sampler = synced(policy, urls)
     held[1].version = ""
     held[1].make_engine = Skips
@@ -197,7 +197,7 @@ def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next_push(policy, urls, held):
+def test_slowly_made_engine_is_made_once_and_gets_the_next_push(policy, urls, held):
     sampler, prompts, made = synced(policy, urls), CountDigits().sample(0, 2), []
     held[1].version = held[1].model_digest = ""
 
@@ -207,7 +207,7 @@ def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next
         return Plain(model)
 
     held[1].make_engine = slowly
-    for _ in range(5):  # each is over before the engine is made
+    for _ in range(5):  # each rollout ends before the engine is made
         sampler.generate(prompts, Sampling(4, max_tokens=1, seed="0/0"))
     time.sleep(2.0)
     sampler.generate(CountDigits().sample(0, 12), SAMPLING)
@@ -228,8 +228,8 @@ class Skips(Plain):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "forgets"])
-def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, held, how, capsys):
-    """The server still answers, and says the same for ever."""
+def test_stalled_engine_hands_its_rows_to_the_other(policy, urls, held, how, capsys):
+    """The server still answers, but its answer never changes."""
     sampler, prompts = synced(policy, urls, timeout=1.0), CountDigits().sample(0, 4)
     right, let_go, engine = alone(policy, prompts), threading.Event(), held[1].engine
     if how == "hangs":
@@ -245,7 +245,7 @@ def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, h
 
 
 @pytest.mark.slow
-def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(policy, urls, held, capsys):
+def test_returning_server_with_too_little_room_is_left_out(policy, urls, held, capsys):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     right = alone(policy, prompts)
     assert sampler.generate(prompts, SAMPLING) == right
@@ -266,11 +266,11 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
         synced(policy, urls).generate(CountDigits().sample(0, 1), Sampling(4, max_tokens=24, seed="0/0"))
 
 
-# ---------------------------------------------------------------- who may ask
+# ---------------------------------------------------------------- authorization
 
 
 @pytest.mark.slow
-def test_without_the_secret_nothing_is_answered(policy, monkeypatch):
+def test_requests_without_the_secret_are_refused(policy, monkeypatch):
     with served(EngineHost(Plain), "open-sesame") as url:
         with pytest.raises(UserError, match=r"401.*token"):
             synced(policy, [url])
@@ -281,7 +281,7 @@ def test_without_the_secret_nothing_is_answered(policy, monkeypatch):
             synced(policy, [url])
 
 
-def test_a_model_that_no_engine_computes_ends_the_run(policy):
+def test_model_that_the_engine_cannot_run_ends_the_run(policy):
     def refused(model):
         raise UserError("vLLM does not run this model")
 
@@ -289,7 +289,7 @@ def test_a_model_that_no_engine_computes_ends_the_run(policy):
         synced(policy, [url])
 
 
-# ---------------------------------------------------------------- servers that go
+# ---------------------------------------------------------------- servers that fail
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def pair():
 
 
 def later(sampler, what, behind=3):
-    """Do this in the middle of a rollout, as soon as so many answers have come."""
+    """Call `what` in the middle of a rollout, as soon as `behind` answers have arrived."""
     took, count = sampler.engine.step, []
 
     def step():
@@ -315,7 +315,7 @@ def later(sampler, what, behind=3):
 
 
 def counted(sampler, groups, prompts):
-    """Every (prompt, g) is there once, and nothing is left of it."""
+    """Check that every (prompt, g) was sampled once, and that no row is left over."""
     assert [group.prompt for group in groups] == list(prompts)
     assert [len(group.completions) for group in groups] == [SAMPLING.n] * len(prompts)
     assert not sampler.engine.unfinished
@@ -333,7 +333,7 @@ def until_all_are_back(sampler, prompts, right):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_loses_nothing(policy, pair, capsys):
+def test_killed_server_loses_no_rows(policy, pair, capsys):
     sampler, prompts = synced(policy, [one.url for one in pair]), CountDigits().sample(0, 10)
     right = alone(policy, prompts)
     later(sampler, pair[0].kill)
@@ -344,14 +344,14 @@ def test_a_server_that_is_killed_loses_nothing(policy, pair, capsys):
     assert f"{pair[0].url}: " in said
     assert "rows go to the others" in said
     step(policy)
-    sampler.sync(policy, 4)  # by the other alone
-    pair[0].start()  # knows no model and has no weights
+    sampler.sync(policy, 4)  # only the other server gets the weights
+    pair[0].start()  # it has no model and no weights
     until_all_are_back(sampler, prompts, alone(policy, prompts, version=4))
     assert "is back with the current weights" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair, capsys):
+def test_stopped_and_continued_server_answers_nothing_twice(policy, pair, capsys):
     sampler = synced(policy, [one.url for one in pair], timeout=1.0)
     prompts, right = CountDigits().sample(0, 10), alone(policy, CountDigits().sample(0, 10))
     later(sampler, lambda: pair[0].process.send_signal(signal.SIGSTOP))
@@ -361,12 +361,12 @@ def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair,
     assert "no answer in 1 s" in capsys.readouterr().out
     step(policy)
     sampler.sync(policy, 4)
-    pair[0].process.send_signal(signal.SIGCONT)  # with all that it was asked by then
+    pair[0].process.send_signal(signal.SIGCONT)  # it still has all earlier requests
     until_all_are_back(sampler, prompts, alone(policy, prompts, version=4))
 
 
 @pytest.mark.slow
-def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
+def test_sampling_waits_with_a_message_if_no_server_is_left(policy, pair, capsys, monkeypatch):
     monkeypatch.setattr(vllm_client, "REMINDER_SECONDS", 0.5)
     sampler, prompts = synced(policy, [pair[0].url]), CountDigits().sample(0, 6)
     restarted = threading.Timer(2.0, pair[0].start)
@@ -387,9 +387,7 @@ def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_disturbed(
-    ahead, pair, recipe, tmp_path, monkeypatch, capsys
-):
+def test_run_with_failing_servers_equals_an_undisturbed_run(ahead, pair, recipe, tmp_path, monkeypatch, capsys):
     settings = ["--sampler.name", "vllm", "--sampler.ahead", ahead, "--sampler.timeout", 1, "--sampler.urls"]
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     assert train(recipe, "--run", whole, *settings, pair[1].url) == 0
@@ -403,7 +401,7 @@ def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_d
     generate = VLLMSampler.generate
 
     def struck(sampler, prompts, sampling):
-        """A blow falls in the middle of each of the rollouts of these numbers."""
+        """Generate, and strike in the middle of each rollout that `blows` names."""
         if sampling.n == 4 and (blow := blows.pop(int(sampling.seed.partition("/")[2] or 0) + 1, None)):
             later(sampler, blow)
         return generate(sampler, prompts, sampling)

@@ -1,4 +1,4 @@
-"""Several clients of the same servers, as the ranks of a run are: each gets its own rows, and rank 0 alone pushes."""
+"""Ranks of a run as clients of the same servers: each gets its own rows, and only rank 0 pushes weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _at_once(monkeypatch):
 
 @pytest.fixture
 def clients(policy, urls):
-    """Two of the first server: one that has pushed, and one that follows it."""
+    """Return two clients of the first server: one has pushed weights, and the other follows it."""
     pushing, following = SamplerClient(urls[0], 10.0), SamplerClient(urls[0], 10.0)
     model = serialize_model(policy)
     pushing.load_model(model)
@@ -68,7 +68,7 @@ def clients(policy, urls):
 
 
 def rows_of(client, numbers, most=8):
-    """The tokens of so many rows by number. The seed is the number."""
+    """Return the tokens of these rows by number. The number is also the seed."""
     found = {}
     answers = client.step([SampleRequest(n, [1, 2], most, 1.0, n) for n in numbers])
     while len(found) < len(numbers):
@@ -78,7 +78,7 @@ def rows_of(client, numbers, most=8):
     return found
 
 
-def test_each_client_gets_its_own_rows_even_if_their_numbers_are_the_same(clients):
+def test_clients_get_their_own_rows_despite_equal_numbers(clients):
     numbers = [0, 1, 2], [2, 3]
     right = list(map(rows_of, clients, numbers))
     assert right[0][2] == right[1][2]
@@ -86,7 +86,7 @@ def test_each_client_gets_its_own_rows_even_if_their_numbers_are_the_same(client
         assert list(threads.map(rows_of, clients, numbers)) == right
 
 
-def test_rows_that_are_released_are_not_decoded_any_more_and_a_late_request_for_some_is_refused(clients, held):
+def test_released_rows_stop_decoding_and_late_requests_are_refused(clients, held):
     one, other = clients
     held[0].engine.pause = 0.05
     other.step([SampleRequest(n, [1, 2], 400, 1e-6, n) for n in range(3)])
@@ -104,7 +104,7 @@ def test_rows_that_are_released_are_not_decoded_any_more_and_a_late_request_for_
 
 
 class OneByOne(Plain):
-    """Decodes the oldest row alone."""
+    """An engine that decodes only the oldest row."""
 
     def step(self):
         waiting = self.unfinished
@@ -116,8 +116,8 @@ class OneByOne(Plain):
 
 
 @pytest.mark.slow
-def test_a_row_that_waits_behind_those_of_another_client_may_take_their_steps_too(policy):
-    """And no more than these: an engine that goes on without a row is found out as before."""
+def test_row_may_wait_for_the_steps_of_another_client(policy):
+    """It may wait no longer than that: an engine that makes steps without the row is still detected."""
     host = EngineHost(OneByOne)
     with served(host) as url:
         one, other = SamplerClient(url, 10.0), SamplerClient(url, 10.0)
@@ -138,7 +138,7 @@ def test_a_row_that_waits_behind_those_of_another_client_may_take_their_steps_to
 
 
 class Ranks:
-    """One of several ranks, which exchange what processes exchange."""
+    """One of several ranks in threads, which exchange items as processes do."""
 
     def __init__(self, rank, barrier, brought):
         self.rank, self.world_size, self.barrier, self.brought = rank, len(brought), barrier, brought
@@ -165,7 +165,7 @@ def samplers_of(urls, count=2, timeout=5.0, ahead=False):
 
 
 def together(samplers, act):
-    """The result of each rank's act, or the error that it raises."""
+    """Return the result of `act` on each rank, or the error that it raised."""
 
     def acted(sampler):
         try:
@@ -182,7 +182,7 @@ def own_prompts(sampler, count=6):
 
 
 @pytest.mark.slow
-def test_ranks_sample_what_one_process_does_and_begin_with_different_servers(policy, urls, held):
+def test_ranks_sample_like_one_process_and_start_on_different_servers(policy, urls, held):
     whole = VLLMSampler(engine=ServerPool(urls[:1], 5.0))
     whole.sync(policy, 3)
     right = whole.generate(CountDigits().sample(0, 6), SAMPLING)
@@ -204,7 +204,7 @@ def test_few_groups_per_rank_do_not_all_go_to_the_first_server(policy, urls, hel
 
 
 @pytest.mark.slow
-def test_a_server_that_lost_its_weights_gets_them_from_a_rank_that_has_no_rows(policy, urls, held, capsys):
+def test_server_gets_lost_weights_from_a_rank_without_rows(policy, urls, held, capsys):
     with samplers_of(urls[:1]) as samplers:
         together(samplers, lambda sampler: sampler.sync(policy, 3))
         right = samplers[1].generate(own_prompts(samplers[1]), SAMPLING)
@@ -217,8 +217,8 @@ def test_a_server_that_lost_its_weights_gets_them_from_a_rank_that_has_no_rows(p
 
 
 @pytest.mark.slow
-def test_no_rank_samples_from_weights_that_have_not_passed_the_check(policy, urls, held, monkeypatch):
-    """A server that comes back computes something else: rank 0 finds it, and until then it is nobody's."""
+def test_no_rank_samples_from_unchecked_weights(policy, urls, held, monkeypatch):
+    """A returning server has other weights. Rank 0 detects it, and no rank uses the server until then."""
     with samplers_of(urls[:1]) as samplers:
         together(samplers, lambda sampler: sampler.sync(policy, 3))
         held[0].version, held[0].engine.push = "", lambda weights: None
@@ -252,8 +252,8 @@ def failed(message):
 
 
 @pytest.mark.slow
-def test_a_push_that_takes_long_keeps_the_others_waiting_and_not_alone(policy, urls, held, monkeypatch):
-    """They hear of it again and again, as they give up on a rank that says nothing."""
+def test_slow_push_sends_heartbeats_to_waiting_ranks(policy, urls, held, monkeypatch):
+    """Without heartbeats, the other ranks would give up on a silent rank."""
     monkeypatch.setattr(vllm_client, "_HEARTBEAT_SECONDS", 0.1)
     with samplers_of(urls) as samplers:
         gathered, gather = [], Ranks.gather
@@ -266,7 +266,7 @@ def test_a_push_that_takes_long_keeps_the_others_waiting_and_not_alone(policy, u
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_rank_0_cannot_write_ends_all_with_one_line(policy, urls, ahead):
+def test_failed_write_on_rank_0_ends_all_ranks_with_one_line(policy, urls, ahead):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with samplers_of(urls, 1 if ahead else 2, ahead=ahead) as samplers:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
@@ -281,10 +281,10 @@ def test_what_rank_0_cannot_write_ends_all_with_one_line(policy, urls, ahead):
         assert "\n" not in str(error)
 
 
-# ---------------------------------------------------------------- weights on the disk
+# ---------------------------------------------------------------- weights on disk
 
 
-def test_what_is_read_is_what_was_written_in_any_order_and_by_any_thread():
+def test_spooled_weights_can_be_read_in_any_order_by_any_thread():
     weights = {
         "table": torch.randn(400, 1000),
         "head": torch.randn(400, 1000),
@@ -310,7 +310,7 @@ def test_what_is_read_is_what_was_written_in_any_order_and_by_any_thread():
         spool["half"]
 
 
-def test_weights_are_taken_one_at_a_time_and_leave_no_file(tmp_path, monkeypatch):
+def test_weights_are_spooled_one_at_a_time_and_leave_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def gathered():

@@ -1,4 +1,4 @@
-"""`sampler.urls` and `pellucid sampler`: what is wrong with them is one line, before anything is loaded."""
+"""Settings of `sampler.urls` and `pellucid sampler`: mistakes are one-line errors before anything is loaded."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_bad_address_is_refused(words, says):
     assert "me:secret" not in str(raised.value)
 
 
-def test_a_server_that_is_not_there_ends_the_run_before_it_begins(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)  # it is not needed here
+def test_unreachable_server_ends_the_run_before_it_begins(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)  # vLLM is not needed for remote servers
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,7 +68,7 @@ def test_a_server_that_is_not_there_ends_the_run_before_it_begins(capsys, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):
+def test_service_that_is_not_a_sampler_server_is_refused(monkeypatch, tmp_path):
     from http.server import BaseHTTPRequestHandler, HTTPServer  # noqa: PLC0415
     from threading import Thread  # noqa: PLC0415
 
@@ -90,12 +90,12 @@ def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):
         server.shutdown()
 
 
-def test_addresses_may_change_at_a_resume():
+def test_addresses_may_change_on_resume():
     assert all(key.startswith(run_dir.CHANGEABLE_SETTINGS) for key in ("sampler.urls", "sampler.timeout"))
     assert not "sampler.name".startswith(run_dir.CHANGEABLE_SETTINGS)
 
 
-def test_without_vllm_no_server_starts(monkeypatch, capsys):
+def test_sampler_command_without_vllm_exits_with_an_error(monkeypatch, capsys):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["sampler", "--port", "0"])
@@ -103,7 +103,7 @@ def test_without_vllm_no_server_starts(monkeypatch, capsys):
     assert "make vllm" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told(capsys):
+def test_occupied_port_exits_with_an_error(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

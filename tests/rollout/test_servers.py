@@ -1,4 +1,4 @@
-"""`pellucid sampler` with vLLM, in processes of their own: what two of them sample is what one engine samples."""
+"""`pellucid sampler` with vLLM in separate processes: two servers sample the same tokens as one engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step(policy, by):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).sign(), alpha=by)
 
 
-def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair):
+def test_two_servers_sample_like_one_engine_after_every_push(pair):
     policy, prompts = tiny_policy(), CountDigits().sample(0, 6)
     sampler, here = synced(policy, pair), VLLMSampler(rows=16, cache_gb=0.1)
     for version, by in enumerate([0.0, 1e-7, 0.05]):
@@ -70,7 +70,7 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
     assert gap_of(policy, held) < 1e-4
 
 
-def test_an_adapter_alone_arrives_at_both(pair):
+def test_adapter_pushed_alone_reaches_both_servers(pair):
     model, prompts = tiny_policy().model, CountDigits().sample(0, 6)
     policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 3, 7.0))
     sampler = VLLMSampler(engine=ServerPool([one.url for one in pair]), adapter="request")
@@ -84,7 +84,7 @@ def test_an_adapter_alone_arrives_at_both(pair):
     assert all(server.is_up for server in sampler.engine.servers)
 
 
-def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):
+def test_stopped_or_killed_server_hands_over_its_rows_and_comes_back(pair, monkeypatch, capsys):
     monkeypatch.setattr(vllm_client, "RETRY_SECONDS", 0.1)
     policy, prompts = tiny_policy(), CountDigits().sample(0, 12)
     right = tokens_of(synced(policy, pair).generate(prompts, SAMPLING))

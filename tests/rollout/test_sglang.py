@@ -1,4 +1,4 @@
-"""Rows over SGLang servers, here stand-ins with its protocol: present weights, and log-probs of what was sampled."""
+"""Sampling on SGLang servers, here doubles with its protocol: current weights and correct log-probs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def tokens_of(groups):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_of_the_distribution_that_was_sampled_from(temperature):
+def test_logprobs_are_those_of_the_sampled_distribution(temperature):
     policy, prompts = tiny_policy(temperature=temperature), CountDigits().sample(0, 4)
     with served(Server(describe(policy))) as url:
         sampler = synced(policy, url)
@@ -106,7 +106,7 @@ def test_every_push_arrives_bit_for_bit(policy, server, url):
     assert not server.is_updating
 
 
-def test_a_bf16_policy_and_weights_in_parts(monkeypatch):
+def test_bf16_weights_arrive_in_parts(monkeypatch):
     monkeypatch.setattr(vllm_client, "MAX_PART_BYTES", 2**13)
     policy = tiny_policy(torch.bfloat16)
     server = Server(describe(policy), "bfloat16")
@@ -126,7 +126,7 @@ def test_an_adapter_is_merged(url):
     assert gap_of(policy, synced(policy, url).generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
 
 
-def test_a_server_that_ignores_seeds_is_told_once(policy, capsys):
+def test_server_that_ignores_seeds_is_reported_once(policy, capsys):
     with served(Server(describe(policy), deterministic=False)) as url:
         sampler = synced(policy, url)
         sampler.sync(policy, 4)
@@ -135,7 +135,7 @@ def test_a_server_that_ignores_seeds_is_told_once(policy, capsys):
     assert capsys.readouterr().out.count("a resumed run samples other tokens") == 1
 
 
-# ---------------------------------------------------------------- what is found out
+# ---------------------------------------------------------------- detected faults
 
 
 def sync_twice(policy, url):
@@ -157,7 +157,7 @@ def spoil(**attributes):
         (spoil(architectures=["Qwen2ForCausalLM"]), "runs a Qwen2ForCausalLM, not a LlamaForCausalLM"),
     ],
 )
-def test_a_server_that_cannot_be_trusted_is_refused_in_one_line(break_it, says, policy, server, url):
+def test_misconfigured_or_stale_server_is_refused_with_one_line(break_it, says, policy, server, url):
     break_it(server)
     with pytest.raises(UserError) as raised:
         sync_twice(policy, url)
@@ -165,8 +165,8 @@ def test_a_server_that_cannot_be_trusted_is_refused_in_one_line(break_it, says, 
     assert "\n" not in str(raised.value)
 
 
-def test_a_part_of_a_push_that_is_lost_shows_in_the_logprobs(policy, server, url):
-    """A packed tensor of SGLang changes with any of its parts, so that its checksum does not tell."""
+def test_lost_part_of_a_push_is_detected_by_the_logprobs(policy, server, url):
+    """The checksum of a packed tensor in SGLang changes with any of its parts, so it does not reveal a lost part."""
     sampler = synced(policy, url)
     load = server.load
 
@@ -180,7 +180,7 @@ def test_a_part_of_a_push_that_is_lost_shows_in_the_logprobs(policy, server, url
         sampler.sync(policy, 4)
 
 
-def test_nothing_is_taken_from_weights_of_another_push(policy, server, url):
+def test_answers_from_weights_of_another_push_are_refused(policy, server, url):
     first, second = SGLangClient(url, 10.0), SGLangClient(url, 10.0)
     for client in (first, second):
         client.load_model(serialize_model(policy))
@@ -203,7 +203,7 @@ def test_nothing_is_taken_from_weights_of_another_push(policy, server, url):
     second.score_tokens([1, 2, 3])
 
 
-def test_a_push_that_is_interrupted_does_not_hinder_the_next(policy, server, url):
+def test_interrupted_push_does_not_block_the_next(policy, server, url):
     client, load = SGLangClient(url, 10.0), server.load
 
     def broken(weights):
@@ -222,7 +222,7 @@ def test_a_push_that_is_interrupted_does_not_hinder_the_next(policy, server, url
     assert (server.is_updating, server.version) == (False, client.version)
 
 
-def test_two_runs_that_push_to_one_server_at_once_are_told(policy, server, url):
+def test_concurrent_pushes_of_two_runs_raise_an_error(policy, server, url):
     clients, load = [SGLangClient(url, 10.0), SGLangClient(url, 10.0)], server.load
     for client in clients:
         client.load_model(serialize_model(policy))
@@ -252,7 +252,7 @@ def test_two_runs_that_push_to_one_server_at_once_are_told(policy, server, url):
         (None, "no list of log-probs"),
     ],
 )
-def test_rows_that_make_no_sense_are_refused(told, says, policy, server, url):
+def test_malformed_rows_are_refused(told, says, policy, server, url):
     client = SGLangClient(url, 10.0)
     client.load_model(serialize_model(policy))
     client.push(get_push_weights(policy))
@@ -274,12 +274,12 @@ def take_answer(client, rows):
     return answers
 
 
-# ---------------------------------------------------------------- what dies, hangs and is not there
+# ---------------------------------------------------------------- servers that die, hang or are missing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_hangs_gives_its_rows_to_the_other(blow, policy, tmp_path, capsys):
+def test_dead_or_hung_server_hands_its_rows_to_the_other(blow, policy, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(describe(policy)))
     pair = [Process(PROCESS, "PORT", str(tmp_path / "config.json"), "float32") for _ in range(2)]
     try:
@@ -319,7 +319,7 @@ def until_it_answers(url):
     raise AssertionError
 
 
-def test_a_server_that_is_not_there_or_is_none_is_one_line(url):
+def test_unreachable_server_raises_user_error(url):
     with pytest.raises(UserError, match=r"cannot be reached.*python -m sglang\.launch_server"):
         check_servers(["http://127.0.0.1:1"], 5.0, SGLangClient)
     check_servers([url], 5.0, SGLangClient)
@@ -333,13 +333,13 @@ def test_a_server_that_is_not_there_or_is_none_is_one_line(url):
         (("--sampler.urls", "http://a", "--sampler.top_p", "0.9"), 'sampler.name = "sglang" does not report'),
     ],
 )
-def test_settings_that_do_not_fit_are_one_line(words, says):
+def test_incompatible_settings_raise_user_error(words, says):
     with pytest.raises(UserError) as raised:
         check_sampler(config.load_config(None, ["--sampler.name", "sglang", *words]))
     assert says in str(raised.value)
 
 
-def test_the_correction_is_on_unless_it_is_stated():
+def test_correction_defaults_to_token():
     words = ["--sampler.name", "sglang", "--sampler.urls", "http://a"]
     assert config.load_config(None, words).algorithm.correction == "token"
     assert config.load_config(None, [*words, "--algorithm.correction", "none"]).algorithm.correction == "none"
@@ -347,7 +347,7 @@ def test_the_correction_is_on_unless_it_is_stated():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_run_trains_by_it(ahead, recipe, model_dir, tmp_path):
+def test_run_trains_with_sglang(ahead, recipe, model_dir, tmp_path):
     described = json.loads((model_dir / "config.json").read_text())
     with served(Server(described)) as url:
         words = ["--sampler.name", "sglang", "--sampler.urls", url, "--sampler.ahead", ahead]

@@ -1,4 +1,4 @@
-"""vLLM in this process: what it samples is what is scored, and it samples from the weights that were pushed."""
+"""vLLM in this process: its log-probs equal the scorer's, and it samples from the pushed weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def synced(policy, world=None):
 
 @pytest.fixture(scope="module")
 def sampler():
-    """Of a policy in fp32; whoever changes it or its weights syncs again."""
+    """Return the sampler of an fp32 policy. Tests that change the policy or its weights sync again."""
     return synced(policy_of())
 
 
@@ -51,7 +51,7 @@ def _as_it_was(sampler):
 
 
 def step(policy, by):
-    """Move every weight a little, to and fro, as an optimizer's first step does."""
+    """Move every weight up or down by the same amount, as an optimizer's first step does."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in policy.model.parameters():
@@ -64,7 +64,7 @@ def tokens_of(groups):
 
 @pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_the_scorers_but_for_the_arithmetic(sampler, dtype, gap, temperature):
+def test_logprobs_equal_the_scorers_up_to_rounding(sampler, dtype, gap, temperature):
     policy = policy_of(dtype, temperature)
     own = sampler if dtype == torch.float32 else synced(policy)
     own.sync(policy, 5)
@@ -96,7 +96,7 @@ def test_completions_end_with_the_end_of_sequence_token_or_at_the_limit(sampler)
         assert c.finished or len(c.token_ids) == 24
 
 
-def test_every_end_of_sequence_token_of_the_policy_ends(sampler):
+def test_every_end_of_sequence_token_of_the_policy_ends_a_row(sampler):
     sampler.engine.eos_ids = [EOS, 3]
     sampler.policy.eos_ids = (3, EOS)
     completions = [c for g in sampler.generate(CountDigits().sample(0, 6), SAMPLING) for c in g.completions]
@@ -105,7 +105,7 @@ def test_every_end_of_sequence_token_of_the_policy_ends(sampler):
     assert all(not {EOS, 3} & set(c.token_ids[:-1]) for c in completions)
 
 
-def test_greedy_answers_are_those_of_the_native_sampler(sampler):
+def test_greedy_answers_equal_those_of_the_native_sampler(sampler):
     native, policy = NativeSampler(16), sampler.policy
     native.sync(policy)
     greedy = Sampling(1, temperature=0.0, max_tokens=24)
@@ -117,7 +117,7 @@ def test_greedy_answers_are_those_of_the_native_sampler(sampler):
         assert a.completions[0].logprobs == pytest.approx(b.completions[0].logprobs, abs=1e-4)
 
 
-def test_the_same_seed_says_the_same_and_no_row_depends_on_its_neighbours(sampler):
+def test_samples_depend_on_the_seed_and_not_on_other_rows(sampler):
     prompts = CountDigits().sample(0, 6)
     together = sampler.generate(prompts, SAMPLING)
     assert tokens_of(sampler.generate(prompts, SAMPLING)) == tokens_of(together)
@@ -128,8 +128,8 @@ def test_the_same_seed_says_the_same_and_no_row_depends_on_its_neighbours(sample
     assert len(set(tokens_of(together))) > 20
 
 
-def test_samples_are_as_frequent_as_they_are_likely(sampler):
-    """Of the first token of one prompt, by a chi-square test against the scorer's own distribution."""
+def test_sample_frequencies_match_their_probabilities(sampler):
+    """Chi-square test of the first token of one prompt against the reported log-probs."""
     [prompt], n = CountDigits().sample(0, 1), 4000
     groups = sampler.generate([prompt], Sampling(n, max_tokens=1, seed="0/0"))
     completions = groups[0].completions
@@ -143,7 +143,7 @@ def test_samples_are_as_frequent_as_they_are_likely(sampler):
     assert chi < len(expected) + 4 * (2 * len(expected)) ** 0.5
 
 
-def test_the_random_numbers_of_the_process_are_left_alone(sampler):
+def test_sampling_leaves_the_global_generator_unchanged(sampler):
     before = torch.get_rng_state()
     sampler.sync(sampler.policy)
     sampler.generate(CountDigits().sample(0, 2), SAMPLING)
@@ -157,7 +157,7 @@ def test_a_prefix_is_given_and_not_sampled(sampler):
     assert gap_of(sampler.policy, groups) < 1e-4
 
 
-def test_what_was_interrupted_is_forgotten(sampler, monkeypatch):
+def test_rows_of_an_interrupted_call_are_forgotten(sampler, monkeypatch):
     took, engine = sampler.engine.step, sampler.engine
 
     def interrupted():
@@ -171,17 +171,17 @@ def test_what_was_interrupted_is_forgotten(sampler, monkeypatch):
     assert len(tokens_of(sampler.generate(CountDigits().sample(1, 2), SAMPLING))) == 8
 
 
-def test_truncation_is_refused_since_its_masks_are_not_told(sampler):
+def test_truncation_is_refused_because_vllm_reports_no_masks(sampler):
     with pytest.raises(UserError, match="top_k, top_p and min_p"):
         sampler.generate(CountDigits().sample(0, 2), Sampling(4, top_k=5))
 
 
-def test_a_prompt_that_is_too_long_is_refused_in_a_line(sampler):
+def test_too_long_prompt_raises_user_error(sampler):
     with pytest.raises(UserError, match="leaves no room"):
         sampler.generate(CountDigits().sample(0, 2), Sampling(4, max_tokens=508))
 
 
-def test_without_the_library_a_line_says_how_it_is_installed(monkeypatch):
+def test_missing_vllm_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pellucid\[vllm\].*make vllm"):
         vllm.check_vllm_installed()
@@ -190,7 +190,7 @@ def test_without_the_library_a_line_says_how_it_is_installed(monkeypatch):
 # ---------------------------------------------------------------- weights
 
 
-def test_a_push_changes_what_is_sampled(sampler):
+def test_push_changes_the_samples(sampler):
     policy, prompts = sampler.policy, CountDigits().sample(0, 4)
     before = sampler.generate(prompts, SAMPLING)
     step(policy, 0.05)
@@ -201,7 +201,7 @@ def test_a_push_changes_what_is_sampled(sampler):
     assert gap_of(policy, after) < 1e-4
 
 
-def test_an_adapter_is_pushed_merged_into_its_base(sampler):
+def test_adapter_is_merged_into_its_base_for_a_push(sampler):
     model = policy_of().model
     policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 4))
     sampler.sync(policy, 1)
@@ -247,7 +247,7 @@ def but_the_tied_head(engine):
 
 
 def but_the_cache(engine):
-    engine.llm.reset_prefix_cache()  # as if what was asked since had pushed the text out
+    engine.llm.reset_prefix_cache()  # as if later requests had evicted the check text
     engine.llm.reset_prefix_cache = lambda: True
     return "prefix cache"
 
@@ -261,8 +261,8 @@ def mended(sampler):
 
 
 @pytest.mark.parametrize("spoil", [nothing, but_one_layer, but_one_norm, but_the_tied_head, but_the_cache])
-def test_a_push_that_did_not_arrive_whole_is_found_out(mended, spoil):
-    """At a step so small that no log-prob shows it."""
+def test_incomplete_push_is_detected(mended, spoil):
+    """The update is so small that no log-prob reveals it."""
     policy = mended.policy
     step(policy, 1e-7)
     says = spoil(mended.engine)
@@ -271,7 +271,7 @@ def test_a_push_that_did_not_arrive_whole_is_found_out(mended, spoil):
     assert "\n" not in str(raised.value)
 
 
-def test_honest_pushes_are_believed_however_small(sampler):
+def test_complete_pushes_of_tiny_updates_pass(sampler):
     policy = sampler.policy
     for i in range(20):
         step(policy, [1e-9, 1e-7, 0.0, 1e-5][i % 4])
@@ -291,7 +291,7 @@ def held(sampler, world="worlds:Parrot", patient=True):
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_the_logprobs_of_every_turn_are_the_scorers(sampler, patient):
+def test_logprobs_of_every_turn_equal_the_scorers(sampler, patient):
     groups = held(sampler, patient=patient)
     completions = [c for group in groups for c in group.completions]
     assert max(len(c.given_spans) for c in completions) >= 2
@@ -300,8 +300,8 @@ def test_the_logprobs_of_every_turn_are_the_scorers(sampler, patient):
     assert (batch.sampler_logprobs[~batch.action_mask] == 0).all()
 
 
-def test_conversations_are_kept_as_by_the_native_sampler(sampler):
-    """Greedy, both say the same: then ids, what was given, messages and outcomes are equal, too."""
+def test_conversations_equal_those_of_the_native_sampler(sampler):
+    """Greedy sampling gives equal tokens, so given spans, messages and outcomes must be equal, too."""
     policy = sampler.policy
     greedy = Sampling(1, temperature=0.0, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
     native = NativeSampler(16, environments=InProcessEnvironments(EnvironmentSpec("worlds:Parrot")))
@@ -317,7 +317,7 @@ def test_conversations_are_kept_as_by_the_native_sampler(sampler):
     assert max(len(g.completions[0].given_spans) for g in ours) >= 2
 
 
-def test_a_run_a_step_ahead_is_resumed_to_the_same_bits(tmp_path):
+def test_run_that_samples_a_step_ahead_resumes_to_the_same_bits(tmp_path):
     policy_of().save(tmp_path / "policy")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f"""

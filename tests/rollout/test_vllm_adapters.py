@@ -1,4 +1,4 @@
-"""An adapter that vLLM in this process is given by itself: only it travels, and every push of it is proved."""
+"""Adapters in vLLM in this process: only the adapter is pushed, and every push is checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 
 
 def adapted(dtype=torch.float32, rank=3, alpha=7.0, targets=()):
-    """A policy whose scale, 7 / 3, no dtype holds exactly."""
+    """Return a policy whose adapter scale, 7 / 3, is exact in no dtype."""
     model = copy_model(tiny_policy(layers=3).model, dtype)
     policy = Policy(model, character_tokenizer(), dtype, adapter=add_adapter(model, rank, alpha, targets))
     for p in policy.trainable().values():
@@ -54,7 +54,7 @@ def made():
 
 @pytest.fixture
 def sampler(made):
-    """With an adapter that matters, of a policy that no other test has."""
+    """Return the sampler with a nonzero adapter, whose policy no other test uses."""
     policy = adapted()
     step(policy, 0.05)
     made.sync(policy, 3)
@@ -62,7 +62,7 @@ def sampler(made):
 
 
 def pushed(sampler, monkeypatch):
-    """The names of what is pushed from now on, push by push."""
+    """Return a list that collects the names of the weights of each later push."""
     names, push = [], sampler.engine.push
 
     def seen(weights):
@@ -87,8 +87,8 @@ def test_logprobs_are_those_of_the_adapted_policy(sampler, dtype, gap):
     assert {c.version for group in after for c in group.completions} == {5}
 
 
-def test_a_merged_push_of_a_policy_in_bf16_is_sampled_in_fp32():
-    """In bf16 most of the update would be rounded away."""
+def test_merged_bf16_policy_is_sampled_in_fp32():
+    """In bf16, rounding would lose most of the update."""
     policy, prompts = adapted(torch.bfloat16), CountDigits().sample(0, 4)
     sampler = VLLMSampler(rows=16, cache_gb=0.1)
     for version in (1, 2):
@@ -102,7 +102,7 @@ def test_a_merged_push_of_a_policy_in_bf16_is_sampled_in_fp32():
     assert gaps_of(exact, groups).mean() < 1e-4
 
 
-def test_only_the_adapter_is_pushed_behind_the_first_push_and_old_ones_go(sampler, monkeypatch):
+def test_later_pushes_send_only_the_adapter_and_remove_old_ones(sampler, monkeypatch):
     policy, names = sampler.policy, pushed(sampler, monkeypatch)
     for version in (4, 5):
         step(policy, 1e-3)
@@ -160,8 +160,8 @@ def mended(sampler):
 
 
 @pytest.mark.parametrize("spoil", [nothing, but_one_layer, but_one_part_of_a_joined_layer, but_the_scale])
-def test_an_adapter_that_did_not_arrive_whole_is_found_out(mended, spoil):
-    """At a step so small that no log-prob shows it."""
+def test_incomplete_push_of_an_adapter_is_detected(mended, spoil):
+    """The update is so small that no log-prob reveals it."""
     step(mended.policy, 1e-7)
     says = spoil(mended.engine)
     with pytest.raises(UserError, match=says) as raised:
@@ -169,7 +169,7 @@ def test_an_adapter_that_did_not_arrive_whole_is_found_out(mended, spoil):
     assert "\n" not in str(raised.value)
 
 
-def test_rows_without_the_adapter_are_found_out_by_a_text(mended):
+def test_rows_without_the_adapter_are_detected_by_the_check_text(mended):
     llm = mended.engine.llm
     mended.sync(mended.policy, 4)
     llm.generate = lambda *told, lora_request, **more: type(llm).generate(llm, *told, **more)
@@ -177,8 +177,8 @@ def test_rows_without_the_adapter_are_found_out_by_a_text(mended):
         mended.sync(mended.policy, 5)
 
 
-def test_what_another_adapter_has_computed_is_not_gone_on_from_though_it_is_not_cleared(mended):
-    """vLLM keys its cache by the adapter: behind a text that one has read, the next begins anew."""
+def test_prefix_cache_of_another_adapter_is_not_used(mended):
+    """vLLM keys its cache by adapter, so the next adapter recomputes a text even if the cache was not cleared."""
     engine, policy = mended.engine, mended.policy
     ids = encode_check_text(policy, 3 * engine.block_size)
     engine.score_tokens(ids)
@@ -189,7 +189,7 @@ def test_what_another_adapter_has_computed_is_not_gone_on_from_though_it_is_not_
     assert engine.score_tokens(ids)[1] <= len(ids) - engine.block_size
 
 
-def test_an_adapter_in_the_place_of_one_of_its_name_is_found_out_where_the_cache_was_not_cleared(mended, tmp_path):
+def test_adapter_replaced_in_place_with_a_stale_cache_is_detected(mended, tmp_path):
     engine, policy = mended.engine, mended.policy
 
     def in_place(adapter):
@@ -209,7 +209,7 @@ def test_an_adapter_in_the_place_of_one_of_its_name_is_found_out_where_the_cache
         mended.sync(policy, 6)
 
 
-def test_honest_pushes_are_believed_however_small(sampler):
+def test_complete_pushes_of_tiny_updates_pass(sampler):
     policy = sampler.policy
     for i in range(20):
         step(policy, [1e-9, 1e-7, 0.0, 1e-5][i % 4])
@@ -217,8 +217,8 @@ def test_honest_pushes_are_believed_however_small(sampler):
     assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
 
 
-def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(monkeypatch, capsys):
-    """As on layers where it has one in a form of its own."""
+def test_adapter_that_vllm_refuses_is_merged_with_a_notice(monkeypatch, capsys):
+    """This happens on layers whose adapters vLLM keeps in another form."""
 
     def elsewhere(engine, name):
         raise UserError("vLLM has no adapter on q_proj")
@@ -236,7 +236,7 @@ def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(monkeypa
     assert capsys.readouterr().out == ""
 
 
-def test_a_model_that_vllm_runs_without_adapters_only_is_merged(monkeypatch, capsys):
+def test_model_without_lora_support_in_vllm_gets_merged_weights(monkeypatch, capsys):
     monkeypatch.setattr("vllm.v1.worker.lora_model_runner_mixin.supports_lora", lambda model: False)
     policy = adapted()
     sampler = synced(policy)

@@ -1,4 +1,4 @@
-"""vLLM in each of several processes: what they sample and train is what one process does."""
+"""vLLM in each of several processes: they sample and train the same as one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "distributed" / "served_engines.py"
 
 
 def trained(processes, case, folder):
-    """The parameters that so many processes train, each with an engine of its own."""
+    """Return the parameters that these processes train, each with its own engine."""
     folder.mkdir()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
@@ -36,10 +36,10 @@ def trained(processes, case, folder):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ["wide, llama", "wide, adapter, alone", "wide, ahead"])
-def test_three_steps_are_those_of_one_process(case, tmp_path):
+def test_three_steps_equal_those_of_one_process(case, tmp_path):
     one, two = (trained(processes, case, tmp_path / f"{processes}") for processes in (1, 2))
     assert two["tokens"].tolist() == one["tokens"].tolist()
-    # vLLM rounds the log-probs of a row by the rows beside it, which importance weights pass on to the gradients.
+    # In vLLM, the rounding of a log-prob depends on the other rows. Importance weights pass it on to the gradients.
     norms = [found.pop("grad_norm") for found in (one, two)]
     torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
     same_weights(two, one, 1e-6)

@@ -1,4 +1,4 @@
-"""Requests as OpenAI's client, LangChain and LiteLLM send them, and fields that stay refused."""
+"""Test requests as OpenAI's client, LangChain and LiteLLM send them, and fields that are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
-# What changes nothing, as additions to a request whose answer is known.
+# Fields that change nothing, added to a request whose answer is known.
 NOTHING = {
     "nulls": dict.fromkeys([
         "n", "stop", "seed", "logprobs", "top_logprobs", "user", "tools", "tool_choice", "stream", "stream_options",
@@ -90,7 +90,7 @@ NOTHING["cached parts"]["messages"][0]["content"][0]["cache_control"] = {"type":
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_fields_that_change_nothing_are_left_out(service, case):
+def test_chat_ignores_fields_that_change_nothing(service, case):
     url = service[1] + CHAT
     status, told = post(url, {"messages": [USER], "model": "tiny", **PLAIN, **NOTHING[case]})
     assert status == 200, told
@@ -105,15 +105,15 @@ def test_fields_that_change_nothing_are_left_out(service, case):
         {"prompt": ["2+3="]},
     ],
 )
-def test_so_they_are_in_completions_of_texts(service, fields):
+def test_text_completions_ignore_fields_that_change_nothing(service, fields):
     url = service[1] + TEXT
     status, told = post(url, {"prompt": "2+3=", "model": "tiny", **PLAIN, **fields})
     assert status == 200, told
     assert told["choices"] == post(url, {"prompt": "2+3=", **PLAIN})[1]["choices"]
 
 
-def test_messages_mean_the_same_in_every_form_that_clients_send_back():
-    """As the chat template is given them: this one writes down all of a message."""
+def test_every_form_of_a_message_reaches_the_template_alike():
+    """The chat template of this test prints each message in full, as JSON."""
     tokenizer = byte_tokenizer()
     policy = Policy(tiny_llama_of(tokenizer), tokenizer)
     tokenizer.chat_template = (
@@ -145,8 +145,8 @@ def test_messages_mean_the_same_in_every_form_that_clients_send_back():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tools", [[], [openai.pydantic_function_tool(Add, name="add")]])
-def test_the_clients_own_messages_come_back(tools):
-    """Whatever the official client makes of an answer can be sent to it again."""
+def test_messages_of_the_official_client_can_be_sent_back(tools):
+    """Every form in which the official client returns an answer can be sent again."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ tools[0].function.name if tools }}{{ messages[-1].content }}"
     answer = [*tokenizer('{"name": "add", "arguments": {"a": 1}}')["input_ids"], tokenizer.eos_token_id]
@@ -168,7 +168,7 @@ def test_the_clients_own_messages_come_back(tools):
                 assert again.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-# ---------------------------------------------------------------- what stays refused
+# ---------------------------------------------------------------- refused fields
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_clients_own_messages_come_back(tools):
         (TEXT, "tool_choice", "required"),
     ],
 )
-def test_a_field_that_would_change_the_answer_is_refused_by_its_name(service, path, field, value):
+def test_field_that_would_change_the_answer_is_refused_by_name(service, path, field, value):
     body = {"messages": [USER]} if path == CHAT else {"prompt": "2+3="}
     status, told = post(service[1] + path, body | {field: value})
     assert status == 400
@@ -218,18 +218,18 @@ def test_a_field_that_would_change_the_answer_is_refused_by_its_name(service, pa
         (USER | {"content": None}, "content is missing"),
     ],
 )
-def test_a_message_that_says_more_is_refused(service, message, says):
+def test_unsupported_message_content_is_refused(service, message, says):
     status, told = post(service[1] + CHAT, {"messages": [message]})
     assert status == 400
     assert says in told["error"]["message"]
     assert "\n" not in told["error"]["message"]
 
 
-# ---------------------------------------------------------------- a group has the limit of its run
+# ---------------------------------------------------------------- token limits and error messages
 
 
 @pytest.mark.slow
-def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
+def test_group_has_the_token_limit_of_the_run_unless_requested(service):
     served, _ = service
     with running(policy=served.policy, task=CountDigits(), max_tokens=24, group_tokens=7) as (own, url):
         own.policy.eos_ids = (-1,)
@@ -237,7 +237,7 @@ def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
         assert lengths() == {7}
         assert lengths(max_tokens=3) == {3}
         assert len(post(f"{url}{CHAT}", chat(return_token_ids=True))[1]["choices"][0]["token_ids"]) == 24
-    with running(policy=served.policy, group_tokens=1000) as (_, url):  # where the prompt leaves less, that much
+    with running(policy=served.policy, group_tokens=1000) as (_, url):  # limited by the context that the prompt leaves
         asked = post(f"{url}/group", {"question": "2+3="})[1]["completions"]
         assert {row["tokens"] for row in asked} == {served.policy.context_length - 4}
 
@@ -249,7 +249,7 @@ def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
         ([{"type": "text", "text": 5}], "Value error, part 0 is not of the form"),
     ],
 )
-def test_a_mistake_of_an_agent_names_the_field_and_no_type_of_ours(content, complaint):
+def test_agent_error_message_names_the_field_but_no_internal_type(content, complaint):
     endpoint = SimpleNamespace(check_rollout=lambda _: None)
     client = TestClient(make_agent_app(cast(AgentEndpoint, endpoint)))
     body = {"messages": [{"role": "user", "content": content}]}
@@ -257,18 +257,18 @@ def test_a_mistake_of_an_agent_names_the_field_and_no_type_of_ours(content, comp
     assert message.startswith(f"messages.0.content: {complaint}")
 
 
-def test_a_model_of_a_wrong_form_is_refused_in_one_line_without_a_type_of_ours():
+def test_invalid_model_error_is_one_line_without_internal_types():
     with pytest.raises(RequestError) as refused:
         EngineHost(lambda _: None).load_model(b'{"config": {}, "dtype": "int4", "ends": []}')
     assert str(refused.value) == "dtype: Input should be 'float32', 'bfloat16' or 'float16'"
 
 
-def test_an_error_within_a_stream_has_the_form_of_every_other():
+def test_stream_error_has_the_format_of_other_errors():
     async def collect():
         return [event async for event in stream_completion(cast(ChoiceFormatter, Choices()), {}, with_usage=False)]
 
     class Choices:
-        """Choices whose stream fails at once."""
+        """Fake choices whose stream fails at once."""
 
         is_chat, stream = False, failing()
         build_head = dict

@@ -1,4 +1,4 @@
-"""The service in the background: a small program in its place, and once the service itself."""
+"""Test `pellucid serve start`, `stop`, `status` and `restart`, mostly with a stub in place of the service."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HTTPServer(("127.0.0.1", int(port)), Health).serve_forever()
 
 @pytest.fixture
 def started(monkeypatch):
-    """The processes that a test starts; they end with it."""
+    """Yield a list of the processes that the test starts, and kill them afterwards."""
     started, popen = [], subprocess.Popen
 
     def remembered(*arguments, **settings):
@@ -72,7 +72,7 @@ def started(monkeypatch):
 
 @pytest.fixture
 def service(started, tmp_path, monkeypatch):
-    """Arguments of `pellucid serve`, for a service that is there at once."""
+    """Return a function that builds arguments of `pellucid serve start` for a stub, which starts without delay."""
     program = tmp_path / "python"
     program.write_text(SERVICE.format(python=sys.executable))
     program.chmod(0o755)
@@ -97,7 +97,7 @@ def held(tmp_path):
 
 
 def gone(pid):
-    """A zombie has ended, too."""
+    """Return whether the process has ended. A zombie counts as ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             return file.read().rpartition(") ")[2][0] == "Z"
@@ -110,7 +110,7 @@ def wait_until_gone(pid):
         time.sleep(0.01)
 
 
-def test_a_service_is_started_looked_at_and_stopped(service, tmp_path, capsys):
+def test_start_status_and_stop_report_the_service(service, tmp_path, capsys):
     arguments = service()
     where = arguments[-2:]
     assert serve("start", *arguments) == 0
@@ -130,7 +130,7 @@ def test_a_service_is_started_looked_at_and_stopped(service, tmp_path, capsys):
     assert capsys.readouterr().out == "no service is running\n" * 2
 
 
-def test_a_second_service_in_a_folder_is_refused_and_the_first_stays(service, tmp_path, capsys):
+def test_second_start_in_a_folder_is_refused_and_first_keeps_running(service, tmp_path, capsys):
     assert serve("start", *service()) == 0
     first = held(tmp_path)
     assert serve("start", *service()) == 2
@@ -140,7 +140,7 @@ def test_a_second_service_in_a_folder_is_refused_and_the_first_stays(service, tm
     assert not gone(first["pid"])
 
 
-def test_a_restart_is_another_process_with_the_same_arguments(service, tmp_path):
+def test_restart_starts_a_new_process_with_the_same_arguments(service, tmp_path):
     arguments = service()
     assert serve("start", *arguments) == 0
     first = held(tmp_path)
@@ -159,7 +159,7 @@ def test_a_restart_is_another_process_with_the_same_arguments(service, tmp_path)
 
 
 @pytest.mark.slow
-def test_what_was_killed_is_restarted_from_what_it_left_behind(service, tmp_path, capsys):
+def test_restart_works_after_the_service_was_killed(service, tmp_path, capsys):
     arguments = service()
     assert serve("start", *arguments) == 0
     first = held(tmp_path)
@@ -171,12 +171,12 @@ def test_what_was_killed_is_restarted_from_what_it_left_behind(service, tmp_path
     assert serve("status", *arguments[-2:]) == 0
 
 
-def test_where_nothing_was_started_nothing_is_restarted(tmp_path, capsys):
+def test_restart_without_a_pid_file_is_refused(tmp_path, capsys):
     assert serve("restart", "--folder", str(tmp_path)) == 2
     assert f"{tmp_path}/serve.pid: nothing was started here" in capsys.readouterr().err
 
 
-def test_a_service_may_start_over_the_pid_file_of_a_dead_one(service, tmp_path):
+def test_start_replaces_the_pid_file_of_a_dead_service(service, tmp_path):
     arguments = service()
     dead = subprocess.Popen([shutil.which("true")])
     dead.wait()
@@ -199,12 +199,12 @@ def about(**changes):
     "command",
     [
         ["sleep", "1000"],
-        # Another of our own: training, or a service that was started by hand.
+        # other pellucid processes: a training, and a service that was started by hand
         ["sh", "-c", "sleep 1000; true", "pellucid", "train", "recipe.toml"],
         ["sh", "-c", "sleep 1000; true", "pellucid", "serve", "another", "--port", "1"],
     ],
 )
-def test_a_process_that_got_the_pid_of_a_dead_service_is_let_be(service, tmp_path, command, capsys):
+def test_other_process_with_the_pid_of_a_dead_service_is_left_running(service, tmp_path, command, capsys):
     other = subprocess.Popen([shutil.which(command[0]), *command[1:]], start_new_session=True)
     try:
         left_behind(tmp_path, other.pid, service())
@@ -238,8 +238,8 @@ DAMAGED_PID_FILES = [
 
 
 @pytest.mark.parametrize("action", ["start", "stop", "status", "restart"])
-def test_a_pid_file_that_cannot_be_read_is_one_line(service, tmp_path, action, capsys):
-    """What a full disk or a power failure leaves."""
+def test_damaged_pid_file_exits_with_one_line(service, tmp_path, action, capsys):
+    """A full disk or a power failure can leave such files."""
     arguments = service()
     (tmp_path / "here").mkdir()
     for content in DAMAGED_PID_FILES:
@@ -249,7 +249,7 @@ def test_a_pid_file_that_cannot_be_read_is_one_line(service, tmp_path, action, c
         assert f"{tmp_path}/here/serve.pid is damaged" in line
 
 
-def test_a_service_that_ends_at_once_says_why(service, tmp_path, capsys):
+def test_start_reports_why_the_service_ended_at_once(service, tmp_path, capsys):
     assert serve("start", *service("refuses")) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"the service ended at once: the model is not there (more in {tmp_path}/here/serve.log)" in line
@@ -257,7 +257,7 @@ def test_a_service_that_ends_at_once_says_why(service, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_service_that_never_answers_is_given_up_and_ended(service, started, tmp_path, monkeypatch, capsys):
+def test_start_terminates_a_service_that_never_answers(service, started, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(daemon, "STOP_TIMEOUT_SECONDS", 0.1)
     assert serve("start", *service("mute")) == 2
     assert "did not answer" in capsys.readouterr().err
@@ -265,7 +265,7 @@ def test_a_service_that_never_answers_is_given_up_and_ended(service, started, tm
     assert not (tmp_path / "here" / "serve.pid").exists()
 
 
-def test_a_service_that_does_not_listen_to_the_request_to_end_is_killed(service, tmp_path, monkeypatch):
+def test_stop_kills_a_service_that_ignores_sigterm(service, tmp_path, monkeypatch):
     arguments = service("deaf")
     assert serve("start", *arguments) == 0
     pid = held(tmp_path)["pid"]
@@ -274,7 +274,7 @@ def test_a_service_that_does_not_listen_to_the_request_to_end_is_killed(service,
     wait_until_gone(pid)
 
 
-def test_a_service_that_runs_and_does_not_answer_has_a_status_of_its_own(service, tmp_path, monkeypatch, capsys):
+def test_status_is_1_when_the_service_runs_but_does_not_answer(service, tmp_path, monkeypatch, capsys):
     arguments = service()
     assert serve("start", *arguments) == 0
     monkeypatch.setattr(daemon.Daemon, "is_answering", lambda _: False)
@@ -284,7 +284,7 @@ def test_a_service_that_runs_and_does_not_answer_has_a_status_of_its_own(service
 
 @contextmanager
 def another(said):
-    """A program that holds a port, and is healthy, too."""
+    """Start another HTTP server that answers every request with `said`. Yield its port and the requested paths."""
 
     class Health(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -310,8 +310,8 @@ def another(said):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [b"", b"{}", b"[]", b"<html>", b'{"status": "ok", "instance": "another"}'])
-def test_another_programs_answer_is_not_taken_for_the_services(service, started, tmp_path, monkeypatch, capsys, said):
-    """Ours does not come to answer, and the one that does is not ours."""
+def test_start_does_not_accept_the_answer_of_another_program(service, started, tmp_path, monkeypatch, capsys, said):
+    """The stub never answers. The program that answers on its port is not the service."""
     monkeypatch.setattr(daemon, "STOP_TIMEOUT_SECONDS", 0.2)
     with another(said) as (port, asked):
         assert serve("start", *service("mute", port=port)) == 2
@@ -322,7 +322,7 @@ def test_another_programs_answer_is_not_taken_for_the_services(service, started,
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_said_by_the_service_itself(started, model_dir, tmp_path, capsys):
+def test_start_reports_a_port_in_use(started, model_dir, tmp_path, capsys):
     with another(b"{}") as (port, _):
         where = ["--port", str(port), "--folder", str(tmp_path / "here")]
         assert serve("start", str(model_dir), *where) == 2
@@ -332,8 +332,8 @@ def test_a_port_that_is_taken_is_said_by_the_service_itself(started, model_dir, 
 
 
 @pytest.mark.slow
-def test_a_proxy_of_the_environment_is_not_asked(service, monkeypatch):
-    """urllib takes those that stand in the environment when an opener is made."""
+def test_health_checks_ignore_http_proxy(service, monkeypatch):
+    """urllib reads proxies from the environment when it creates an opener."""
     with another(b"{}") as (port, asked):
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
         monkeypatch.delenv("no_proxy", raising=False)
@@ -344,8 +344,8 @@ def test_a_proxy_of_the_environment_is_not_asked(service, monkeypatch):
     assert asked == []
 
 
-def test_the_pid_file_is_there_before_the_service_answers_and_for_its_owner_alone(service, started, tmp_path, capsys):
-    """A second start while the first still waits for its service is told so; status and stop know of it."""
+def test_pid_file_is_private_and_exists_before_the_service_answers(service, started, tmp_path, capsys):
+    """While a first start waits for its service, a second start is refused, and status and stop find the service."""
     arguments, pid_file = service("mute"), tmp_path / "here" / "serve.pid"
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(cli.parse_command_line(["serve", "start", *arguments]))
@@ -379,7 +379,7 @@ def test_ctrl_c_leaves_no_orphan(service, started, tmp_path, monkeypatch, when):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_no_orphan_that_does_not_listen_either(service, started, tmp_path, monkeypatch):
+def test_ctrl_c_kills_a_service_that_ignores_sigterm(service, started, tmp_path, monkeypatch):
     def interrupted(_):
         if "started with" in (tmp_path / "here" / "serve.log").read_text():
             os.kill(os.getpid(), signal.SIGINT)
@@ -390,8 +390,8 @@ def test_ctrl_c_leaves_no_orphan_that_does_not_listen_either(service, started, t
     assert started[0].poll() == -signal.SIGKILL
 
 
-def test_a_process_that_has_the_pid_and_the_arguments_but_started_later_is_let_be(service, tmp_path):
-    """As after a restart of the machine, when services get the pids that they had."""
+def test_process_with_same_pid_but_a_later_start_is_left_running(service, tmp_path):
+    """After a reboot, services may get the pids that they had before."""
     arguments = service()
     assert serve("start", *arguments) == 0
     found = held(tmp_path)
@@ -402,10 +402,8 @@ def test_a_process_that_has_the_pid_and_the_arguments_but_started_later_is_let_b
 
 
 @pytest.mark.slow
-def test_modules_of_the_working_directory_are_not_imported_and_tasks_beside_it_are(
-    started, recipe, tmp_path, monkeypatch
-):
-    """A local tomllib.py would take the place of Python's own; a task is found by its path all the same."""
+def test_service_imports_no_local_modules_but_finds_local_tasks(started, recipe, tmp_path, monkeypatch):
+    """A local tomllib.py would shadow Python's own module. A task file is still found by its path."""
     task, run_dir = Path(__file__).parents[1] / "digits_task.py", tmp_path / "run"
     with pytest.raises(SystemExit):
         cli.main(["train", str(recipe), "--run", str(run_dir), "--algorithm.steps", "1"])
@@ -426,25 +424,25 @@ def test_modules_of_the_working_directory_are_not_imported_and_tasks_beside_it_a
 @pytest.mark.parametrize(
     ("host", "port", "url"), [("127.0.0.1", 1, "http://127.0.0.1:1"), ("::1", 2, "http://[::1]:2")]
 )
-def test_an_address_as_a_url(host, port, url):
+def test_make_url_formats_ipv4_and_ipv6_hosts(host, port, url):
     assert daemon.make_url(host, port) == url
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])
-def test_a_port_that_there_is_not_is_one_line(model_dir, port, capsys):
+def test_invalid_port_exits_with_one_line(model_dir, port, capsys):
     assert serve(str(model_dir), "--port", port) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "cannot listen on" in line
 
 
-def test_a_service_in_the_background_needs_a_port_that_is_known(tmp_path, capsys):
+def test_start_refuses_port_0(tmp_path, capsys):
     assert serve("start", "tiny", "--port", "0", "--folder", str(tmp_path)) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--port 0" in line
     assert not list(tmp_path.iterdir())
 
 
-def test_a_service_that_is_open_to_all_is_said_where_it_is_started(service, monkeypatch, capsys):
+def test_start_warns_when_the_service_is_open_to_everyone(service, monkeypatch, capsys):
     monkeypatch.delenv("PELLUCID_TOKEN", raising=False)
     arguments = service()
     assert serve("start", *arguments, "--host", "0.0.0.0") == 0
@@ -455,8 +453,8 @@ def test_a_service_that_is_open_to_all_is_said_where_it_is_started(service, monk
 
 
 @pytest.mark.slow
-def test_sigterm_answers_whoever_waits(started, model_dir, tmp_path):
-    """Twelve requests at a real service, and the signal while they are decoded."""
+def test_sigterm_answers_all_pending_requests(started, model_dir, tmp_path):
+    """A real service gets the signal while it decodes twelve requests."""
     port, where = free_port(), ["--folder", str(tmp_path / "here")]
     assert serve("start", str(model_dir), "--port", str(port), "--name", "tiny", "--dtype", "float32", *where) == 0
     body, url = {"prompt": "2+3=", "max_tokens": 60, "n": 4}, f"http://127.0.0.1:{port}"
@@ -467,7 +465,7 @@ def test_sigterm_answers_whoever_waits(started, model_dir, tmp_path):
         while request(f"{url}/health")[1]["requests"] - before - (seen := seen + 1) < 12:
             pass
         os.kill(held(tmp_path)["pid"], signal.SIGTERM)
-        for status, answer in (answer.result() for answer in answers):  # on a slow machine some do not end in time
+        for status, answer in (answer.result() for answer in answers):  # on a slow machine some do not finish in time
             assert status == 200 or (status, answer["error"]["message"]) == (503, "the service is shutting down")
     wait_until_gone(started[-1].pid)
 
@@ -487,7 +485,7 @@ def test_the_real_service_runs_in_the_background(started, model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("said", [None, b"", b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 404 Not Found\r\n\r\n"])
-def test_nobody_and_a_program_of_another_kind_are_no_answer(said):
+def test_is_answering_is_false_for_closed_ports_and_other_programs(said):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 

@@ -1,4 +1,4 @@
-"""The engine alone: what belongs to one request stays with it, whatever it is."""
+"""Test the serving engine alone: failures of single requests, the queue, stop strings and throughput."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from serving import wait_until
 
 
 class Texts:
-    """A policy that decodes tokens to texts of its own."""
+    """A policy that decodes each token id to a given text."""
 
     eos_ids = (-1,)
 
@@ -48,7 +48,7 @@ def engine():
 
 
 def asked(engine, **settings):
-    """A request on board, and what it is told."""
+    """Submit a request. Return it and the list that receives its events."""
     told = []
     request = GenerationRequest((1, 2, 3), told.append, **{"max_tokens": 6, "seed": 1, **settings})
     engine.submit(request)
@@ -56,13 +56,13 @@ def asked(engine, **settings):
 
 
 def flown(engine):
-    """Until nobody is left."""
+    """Step the engine until no request is left."""
     while engine.waiting or engine.running.requests:
         engine.step()
 
 
 def said(told):
-    """The tokens, and how it ended."""
+    """Return the token ids and the last event."""
     pieces = [piece for piece in told if isinstance(piece, tuple)]
     return [token.token_id for piece in pieces for token in piece.tokens], told[-1]
 
@@ -82,8 +82,8 @@ def alone(**settings):
 @pytest.mark.parametrize(
     "bad", [{"truncation": Truncation(top_k=1.5)}, {"temperature": 1e-46}], ids=["top_k", "temperature"]
 )
-def test_settings_that_cannot_be_drawn_by_fail_alone(engine, bad):
-    """They pass no door of the service; should they come in, nobody else may hear of it."""
+def test_request_with_invalid_sampling_settings_fails_alone(engine, bad):
+    """The service refuses such settings. If one gets past it, no other request may fail."""
     _, good = asked(engine)
     _, failed = asked(engine, **bad)
     _, after = asked(engine, seed=2)
@@ -94,8 +94,8 @@ def test_settings_that_cannot_be_drawn_by_fail_alone(engine, bad):
     assert engine.error_count == 1
 
 
-def test_of_rows_that_are_drawn_together_the_broken_one_fails_alone(engine, monkeypatch):
-    """As a row of NaN may be, where a prompt has overflowed fp16: its neighbours have the same settings."""
+def test_broken_row_fails_alone_among_rows_sampled_together(engine, monkeypatch):
+    """A prompt that overflows fp16 gives a row of NaN. Its neighbors have the same sampling settings."""
     draw = engines.sample_tokens
 
     def refuses_nan(logits, *settings):
@@ -113,7 +113,7 @@ def test_of_rows_that_are_drawn_together_the_broken_one_fails_alone(engine, monk
         assert said(told) == alone(seed=seed, n=2)
 
 
-def test_a_row_whose_text_cannot_be_read_fails_alone(engine):
+def test_row_that_cannot_be_decoded_fails_alone(engine):
     decode, first = engine.policy.decode, []
 
     def unreadable(ids, **settings):
@@ -136,8 +136,8 @@ def test_a_row_whose_text_cannot_be_read_fails_alone(engine):
     assert engine.last_error == "KeyError: 'no such token'"
 
 
-def test_a_listener_that_is_gone_is_one_that_left(engine):
-    """A closed event loop raises where it is told anything."""
+def test_listener_that_raises_counts_as_a_client_that_left(engine):
+    """A closed event loop raises when an event is sent to it."""
 
     def tell(_):
         raise RuntimeError("Event loop is closed")
@@ -154,7 +154,7 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), IndexError("i"), MemoryError(), AssertionError("a")])
-def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
+def test_error_in_a_step_is_reported_and_the_engine_continues(error):
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
     engine = ServingEngine(policy, max_rows=8)
@@ -185,7 +185,7 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     assert engine.describe_state()["last_error"].startswith(type(error).__name__)
 
 
-def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
+def test_unrecoverable_error_fails_all_requests_and_is_raised():
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
     engine = ServingEngine(policy, max_rows=1)
@@ -205,8 +205,8 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
 # ---------------------------------------------------------------- the queue
 
 
-def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
-    """Room for eight rows and four who wait: those whom the engine has seen count as those whom it has not."""
+def test_requests_beyond_the_queue_limit_are_refused(engine):
+    """The engine has eight rows and a queue of four. Queued requests that it has already seen count as well."""
     for seed in range(8):
         asked(engine, seed=seed, n=1, max_tokens=100)
         engine._admit()
@@ -218,12 +218,12 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
         asked(engine)
     assert engine.describe_state()["waiting"] == 4
     engine.waiting[0].cancelled = True
-    asked(engine)  # whoever has left makes room
+    asked(engine)  # a canceled request makes room
     with pytest.raises(RequestError):
         asked(engine)
 
 
-def test_prompts_are_read_together_while_their_scores_have_room(engine, monkeypatch):
+def test_prompts_are_prefilled_together_up_to_the_score_limit(engine, monkeypatch):
     monkeypatch.setattr(engines, "MAX_PREFILL_SCORES", 2 * 20**2)
     read, admit = [], engine.running.batch.admit
     engine.running.batch.admit = lambda prompts, n: (
@@ -235,8 +235,8 @@ def test_prompts_are_read_together_while_their_scores_have_room(engine, monkeypa
     assert read == [[5, 6, 7], [20]]
 
 
-def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
-    """Each prompt in flight has the room of the longest. One alone is served, however long."""
+def test_long_prompt_waits_until_the_kv_cache_has_room(engine, monkeypatch):
+    """Each prompt in flight is padded to the longest one. A prompt that runs alone is served at any length."""
     monkeypatch.setattr(engines, "MAX_CACHED_PROMPT_TOKENS", 60)
     for length in (10, 10, 20, 100):
         engine.submit(GenerationRequest([1] * length, lambda _: None, max_tokens=3))
@@ -248,8 +248,8 @@ def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
     assert [len(row.request.prompt_ids) for row in engine.running.requests] == [100]
 
 
-def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):
-    """What is kept of prompts that have left is measured after every step, and given back before the engine waits."""
+def test_heap_is_trimmed_after_each_step_and_before_the_engine_waits(engine):
+    """The memory of finished prompts is measured after every step and returned before the engine waits."""
     happened, over = [], threading.Event()
     engine.heap.trim_after_step = lambda: happened.append("step")
     engine.heap.trim = lambda: happened.append("given back")
@@ -266,8 +266,8 @@ def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):
 # ---------------------------------------------------------------- text
 
 
-def test_only_new_text_is_searched_for_stops():
-    """What is kept to be searched never grows beyond the longest stop and the news, nor what is decoded."""
+def test_only_new_text_is_searched_for_stop_strings():
+    """Neither the text kept for the search nor the tokens decoded per step grow with the length of the answer."""
     policy, told = Texts("aaaa"), ""
     row = GenerationRow(GenerationRequest((), print, max_tokens=10**6, stop=["a" * 40 + "b"]), 0, torch.Generator())
     for number in range(500):
@@ -278,7 +278,7 @@ def test_only_new_text_is_searched_for_stops():
     assert policy.read <= 500 * 3
 
 
-def test_what_may_begin_a_stop_is_held_back_and_no_more():
+def test_only_text_that_may_begin_a_stop_string_is_held_back():
     texts = ["one E", "N", "D", "ED", " EN", "DING"]
     row = GenerationRow(GenerationRequest((), print, max_tokens=100, stop=["ENDING", "never"]), 0, torch.Generator())
     pieces = [row.append_token(SampledToken(i, 0.0), Texts(*texts)) for i in range(6)]
@@ -287,14 +287,14 @@ def test_what_may_begin_a_stop_is_held_back_and_no_more():
     assert [token.token_id for piece in pieces if piece for token in piece.tokens] == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_first_of_several_stops_ends_a_text():
+def test_earliest_of_several_stop_strings_ends_the_text():
     row = GenerationRow(GenerationRequest((), print, max_tokens=100, stop=["yz", "xyz", "q"]), 0, torch.Generator())
     piece = row.append_token(SampledToken(0, 0.0), Texts("wxyzq"))
     assert (piece.text, piece.finish_reason) == ("w", "stop")
 
 
-def test_a_character_that_never_becomes_whole_is_not_waited_for():
-    """Tokens that are read again each time would be a square of them."""
+def test_character_that_never_completes_does_not_hold_back_text():
+    """To decode all held tokens again at each step would take quadratic time."""
     policy = Texts("\ufffd")
     row = GenerationRow(GenerationRequest((), print, max_tokens=10**6), 0, torch.Generator())
     told = [piece.text for _ in range(320) if (piece := row.append_token(SampledToken(0, 0.0), policy))]
@@ -302,10 +302,10 @@ def test_a_character_that_never_becomes_whole_is_not_waited_for():
     assert policy.read <= 320 * 3 * 16
 
 
-# ---------------------------------------------------------------- the meter
+# ---------------------------------------------------------------- throughput
 
 
-def test_tokens_are_counted_by_the_second_over_the_last_ten():
+def test_throughput_is_the_mean_over_the_last_ten_seconds():
     meter = ThroughputMeter()
     for now, count in ((100.2, 5), (100.9, 5), (101.0, 20), (109.9, 10), (110.5, 1000)):
         meter.add(count, now)

@@ -1,4 +1,4 @@
-"""Clients that are slow, that hang up, that say what no text can hold; and a service that is told to end."""
+"""Test clients that are slow, hang up or send invalid values, and shutdown with requests in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 
 
 def endless(served):
-    """From now on answers end at their limit alone."""
+    """Make answers end only at their token limit, and return the service."""
     served.policy.eos_ids = (-1,)
     return served
 
@@ -33,7 +33,7 @@ def connected(url):
 
 
 def sent(url, path, body):
-    """A connection with a whole request on its way."""
+    """Open a connection, send a whole request and return the connection."""
     data = json.dumps(body).encode()
     client = connected(url)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -54,8 +54,8 @@ def sent(url, path, body):
         ("/solve_question", {"question": "2+3="}),
     ],
 )
-def test_whoever_hangs_up_frees_the_rows_at_once(path, body):
-    """The engine stands still until they have gone, so that no answer can be over before."""
+def test_hanging_up_frees_the_rows_at_once(path, body):
+    """The engine is paused until the client has left, so no answer can finish before that."""
     with running(max_tokens=100) as (served, url):
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
@@ -71,8 +71,8 @@ def test_whoever_hangs_up_frees_the_rows_at_once(path, body):
         assert request(f"{url}/health")[1]["rows"] == 0
 
 
-def test_a_stream_that_never_began_frees_its_rows_as_well():
-    """Its client has gone between the request and the first byte: nothing of the stream has run, nor will."""
+def test_stream_that_never_started_frees_its_rows():
+    """The client leaves between the request and the first byte, so no code of the stream ever runs."""
 
     async def leave_at_once():
         request = ChatRequest(**chat(stream=True))
@@ -90,7 +90,7 @@ def test_a_stream_that_never_began_frees_its_rows_as_well():
         go_on.set()
 
 
-def test_whoever_hangs_up_no_longer_waits_in_line():
+def test_hanging_up_removes_the_request_from_the_queue():
     with running(rows=1, waiting=1) as (served, url):
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
@@ -108,7 +108,7 @@ def test_whoever_hangs_up_no_longer_waits_in_line():
             assert third.result()[0] == 200
 
 
-def test_health_shows_rows_the_queue_and_errors():
+def test_health_shows_rows_queue_and_errors():
     with running(rows=2, waiting=7) as (served, url):
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
@@ -130,11 +130,11 @@ def test_health_shows_rows_the_queue_and_errors():
         assert sum(count for _, count in served.engine.meter.counts) >= 3 * 2 * 3
 
 
-# ---------------------------------------------------------------- slow ones
+# ---------------------------------------------------------------- slow clients
 
 
 def ends(client):
-    """What the server still says before it closes the connection; the suite's time limit tells if it does not."""
+    """Return all that the server sends before it closes the connection. If it never does, the suite's timeout fires."""
     said = b""
     with client, suppress(ConnectionResetError):
         while chunk := client.recv(10_000):
@@ -144,8 +144,8 @@ def ends(client):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "answered"])
-def test_headers_that_do_not_end_close_the_connection(first):
-    """On a new connection and behind an answer; a byte now and then helps nobody."""
+def test_unfinished_headers_close_the_connection(first):
+    """This holds for a new connection and after an answer, even if a byte arrives now and then."""
     with running(patience=0.5) as (_, url):
         client = connected(url)
         if first:
@@ -168,13 +168,13 @@ def drip(client, closed):
 
 
 @pytest.mark.slow
-def test_a_connection_that_says_nothing_is_closed():
+def test_silent_connection_is_closed():
     with running(patience=0.5) as (_, url):
         assert ends(connected(url)) == b""
 
 
 @pytest.mark.slow
-def test_a_body_that_does_not_end_is_a_408():
+def test_unfinished_body_returns_408():
     with running(body_seconds=0.3) as (_, url):
         client = connected(url)
         client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
@@ -185,8 +185,8 @@ def test_a_body_that_does_not_end_is_a_408():
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_nothing_is_left(monkeypatch):
-    """What the system buffers between two sockets is made small."""
+def test_request_of_a_client_that_reads_nothing_is_canceled(monkeypatch):
+    """Texts are made 100,000 times longer, more than the sockets can buffer."""
     with running(send_seconds=0.3, patience=0.5, max_tokens=100) as (served, url):
         decode = endless(served).policy.decode
         monkeypatch.setattr(served.policy, "decode", lambda ids, **settings: 100_000 * decode(ids, **settings))
@@ -200,7 +200,7 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch):
 
 
 @pytest.mark.slow
-def test_grading_is_inside_the_time_out():
+def test_request_timeout_includes_grading():
     class Slow(CountDigits):
         def reward(self, prompt, completion):
             graded.append(completion)
@@ -216,7 +216,7 @@ def test_grading_is_inside_the_time_out():
 
 
 @pytest.mark.slow
-def test_a_long_text_becomes_tokens_beside_what_else_goes_on():
+def test_tokenizing_a_long_text_does_not_block_other_requests():
     with running() as (served, url):
         encode, begun, go_on = served.policy.encode, threading.Event(), threading.Event()
 
@@ -236,7 +236,7 @@ def test_a_long_text_becomes_tokens_beside_what_else_goes_on():
             assert long.result()[1]["error"]["code"] == "context_length_exceeded"
 
 
-# ---------------------------------------------------------------- text that is none, values that are too much
+# ---------------------------------------------------------------- invalid text, values out of range
 
 
 HALF = '"\\ud83d"'
@@ -257,7 +257,7 @@ HALF = '"\\ud83d"'
         '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1e400}',
     ],
 )
-def test_what_no_text_can_hold_is_a_400_that_says_so(service, raw):
+def test_json_values_that_cannot_be_used_return_400_with_a_message(service, raw):
     status, answer = post(service[1] + CHAT, None, raw.encode())
     assert status == 400
     assert answer["error"]["message"]
@@ -289,7 +289,7 @@ def service():
         ({"min_p": 1.1}, "min_p"),
     ],
 )
-def test_every_field_has_its_bounds_and_nobody_else_hears_of_it(service, settings, complaint):
+def test_field_out_of_range_returns_400_and_is_no_engine_error(service, settings, complaint):
     served, url = service
     errors = served.engine.error_count
     status, answer = post(url + CHAT, chat(**settings))
@@ -299,16 +299,16 @@ def test_every_field_has_its_bounds_and_nobody_else_hears_of_it(service, setting
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 1e-6}, {"temperature": 1e-6}, {"top_p": 1e-6, "temperature": 1e-6}])
-def test_at_the_bounds_an_answer_is_the_greedy_one(service, settings):
-    """Of a vocabulary of 28 the likeliest has at least 1/28, and logits of fp32 differ by more than 1e-6 here."""
+def test_smallest_top_p_and_temperature_give_the_greedy_answer(service, settings):
+    """The likeliest of 28 tokens has a probability of at least 1/28, and fp32 logits differ by more than 1e-6 here."""
     greedy = post(service[1] + CHAT, chat(temperature=0))[1]["choices"]
     assert [c["message"] for c in post(service[1] + CHAT, chat(**settings))[1]["choices"]] == [
         choice["message"] for choice in greedy
     ]
 
 
-def test_a_token_that_the_model_does_not_have_is_a_400():
-    """Added to a tokenizer, and not to its model: looked up, it would end what others use."""
+def test_token_beyond_the_model_vocabulary_returns_400():
+    """The tokenizer has the token and the model does not. To look it up would break the engine for all requests."""
     with running() as (served, url):
         served.policy.tokenizer.add_tokens(["<|new|>"])
         status, answer = post(url + CHAT, chat("<|new|>"))
@@ -316,7 +316,7 @@ def test_a_token_that_the_model_does_not_have_is_a_400():
         assert "is beyond the 28 tokens that the model has" in answer["error"]["message"]
 
 
-def test_a_chat_that_its_template_refuses_is_a_400():
+def test_chat_that_the_template_refuses_returns_400():
     with running() as (served, url):
         served.policy.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
         status, answer = post(url + CHAT, chat())
@@ -324,10 +324,10 @@ def test_a_chat_that_its_template_refuses_is_a_400():
         assert "roles must alternate" in answer["error"]["message"]
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- shutdown
 
 
-def test_requests_in_flight_end_when_the_service_does():
+def test_requests_in_flight_finish_before_shutdown():
     with running(grace=60.0) as (served, url):
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait() and step(tokens)
@@ -342,7 +342,7 @@ def test_requests_in_flight_end_when_the_service_does():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
+def test_requests_unfinished_at_shutdown_get_an_api_error(stream):
     with running(grace=0.5, rows=4) as (served, url):
         step = endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: time.sleep(0.2) or step(tokens)
@@ -357,8 +357,8 @@ def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
 
 
 @pytest.mark.slow
-def test_what_is_not_in_the_engine_is_told_as_well():
-    """Rewards that take longer than the service has left: uvicorn cancels them, and would answer with a plain 500."""
+def test_request_in_grading_at_shutdown_gets_an_api_error():
+    """Grading takes longer than the grace period. uvicorn cancels it and would answer with a plain 500."""
 
     class Slow(CountDigits):
         def reward(self, prompt, completion):
@@ -377,8 +377,8 @@ def test_what_is_not_in_the_engine_is_told_as_well():
 
 
 @pytest.mark.slow
-def test_half_a_body_is_told_in_the_form_of_the_api_and_leaves_no_traceback(caplog):
-    """The log is what stands on the terminal."""
+def test_half_a_body_at_shutdown_gets_an_api_error_without_traceback(caplog):
+    """The log is what the terminal shows."""
     with running(grace=0.5) as (served, url):
         client = connected(url)
         head = (

@@ -1,4 +1,4 @@
-"""The service's page in a real browser: a chat, and a group with its advantages."""
+"""Test the page of the service in a real browser: a chat, and a group with its advantages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(browser):
     with running(task=CountDigits()) as (served, url):
-        served.policy.eos_ids = (-1,)  # the tiny model may have nothing to say
+        served.policy.eos_ids = (-1,)  # the tiny model may end its answer at once
         browser.get(url)
         yield browser
 
@@ -58,7 +58,7 @@ def found(page, css):
 
 
 @pytest.mark.slow
-def test_a_chat_goes_back_and_forth(page):
+def test_chat_shows_turns_and_can_be_cleared(page):
     eventually(page, lambda: found(page, "#health")[0].text == "ok")
     found(page, "#tokens")[0].clear()
     found(page, "#tokens")[0].send_keys("12")
@@ -77,7 +77,7 @@ def test_a_chat_goes_back_and_forth(page):
 
 
 @pytest.mark.slow
-def test_a_group_stands_side_by_side_with_its_advantages(page):
+def test_group_is_shown_side_by_side_with_its_advantages(page):
     found(page, "#draw")[0].click()
     eventually(page, lambda: len(found(page, ".card")) == 8)
     advantages = [float(card.text.splitlines()[0].rpartition("advantage ")[2]) for card in found(page, ".card")]
@@ -90,7 +90,7 @@ def test_a_group_stands_side_by_side_with_its_advantages(page):
 
 
 @pytest.mark.slow
-def test_what_the_service_refuses_is_shown(page):
+def test_error_message_of_the_service_is_shown(page):
     found(page, "#size")[0].clear()
     found(page, "#size")[0].send_keys("64")
     found(page, "#draw")[0].click()
@@ -98,13 +98,13 @@ def test_what_the_service_refuses_is_shown(page):
     assert "at most 16" in found(page, "#group .error")[0].text
 
 
-def test_the_console_is_silent(page):
+def test_browser_console_has_no_errors(page):
     grave = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE" and "400" not in entry["message"]]
     assert not [entry for entry in grave if "favicon" not in entry["message"]]
 
 
 @pytest.mark.slow
-def test_a_page_of_a_locked_service_asks_for_the_token(browser):
+def test_page_asks_for_the_token_of_a_locked_service(browser):
     with running(token="open-sesame") as (_, url):
         browser.get(url)
         eventually(browser, lambda: found(browser, "#health")[0].text == "ok")
@@ -117,7 +117,7 @@ def test_a_page_of_a_locked_service_asks_for_the_token(browser):
         assert "needs its token" in found(browser, "#chat .error")[0].text
         found(browser, "#token")[0].send_keys("open-sesame")
         eventually(browser, found(browser, "#send")[0].is_enabled)
-        assert found(browser, "#say")[0].get_property("value") == "2+3="  # need not be typed again
+        assert found(browser, "#say")[0].get_property("value") == "2+3="  # the question is still there
         found(browser, "#send")[0].click()
         eventually(browser, lambda: len(found(browser, ".turn")) == 3 and found(browser, "#send")[0].is_enabled())
         assert len(found(browser, "#chat .error")) == 1
@@ -125,7 +125,7 @@ def test_a_page_of_a_locked_service_asks_for_the_token(browser):
 
 
 @pytest.mark.slow
-def test_an_answer_that_could_not_be_graded_is_a_card_that_says_so(browser):
+def test_card_says_that_an_answer_could_not_be_graded(browser):
     class Failing(CountDigits):
         def reward(self, prompt, completion):
             return Reward(math.nan, error="timed out")

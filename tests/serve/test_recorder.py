@@ -1,4 +1,4 @@
-"""Agents, in processes of their own, that ask the policy over HTTP with the `openai` package as it is."""
+"""Test agents in separate processes that query the policy over HTTP with the unmodified `openai` package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def policy():
 
 @pytest.fixture
 def world_of(policy, tmp_path):
-    """A world of agents, which print into the file `log`."""
+    """Return a function that creates a pool of agents, which print into the file `log`. Close the pools afterwards."""
     made = []
 
     def world(name="solve", **settings):
@@ -82,7 +82,7 @@ def gap_of(policy, groups):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_turns_of_sixteen_agents_at_once_are_one_sequence_each_of_what_was_sampled(policy, world_of, name):
+def test_sixteen_concurrent_agents_record_one_sampled_sequence_each(policy, world_of, name):
     groups, completions = held(policy, world_of(), rows(*["talks"] * 4), name=name)
     assert len(completions) == 16
     for group, completion in [(g, c) for g in groups for c in g.completions]:
@@ -99,7 +99,7 @@ def test_turns_of_sixteen_agents_at_once_are_one_sequence_each_of_what_was_sampl
 
 
 @pytest.mark.slow
-def test_a_rewritten_history_is_a_branch_with_the_same_reward(policy, world_of):
+def test_rewritten_history_is_recorded_as_a_branch(policy, world_of):
     groups = held(policy, world_of(), rows("rewrites", "talks"))[0]
     first = groups[0]
     for completion in first.completions:
@@ -128,7 +128,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
-def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, world_of, monkeypatch, tmp_path):
+def test_agent_failure_costs_only_its_rollout_and_is_reported(policy, world_of, monkeypatch, tmp_path):
     monkeypatch.setattr(agent_endpoint, "AGENT_GRACE_SECONDS", 0.5)
     prompts = rows(*FAULTS, "talks")
     groups, completions = held(policy, world_of(timeout=4.0), prompts, replace(SAMPLING, n=2))
@@ -142,14 +142,14 @@ def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, worl
 
 
 @pytest.mark.slow
-def test_where_others_grade_no_reward_is_none(policy, world_of):
+def test_agent_may_return_no_reward_if_the_task_has_rewards(policy, world_of):
     _, completions = held(policy, world_of(has_rewards=True), rows("returns_none"))
     assert {(c.outcome.reward, c.outcome.error) for c in completions} == {(None, "")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"turns": 2}, {"max_tokens": 25}])
-def test_beyond_the_limits_the_policy_is_silent_once_and_then_refuses(policy, world_of, limits):
+def test_beyond_the_limits_policy_answers_empty_once_then_refuses(policy, world_of, limits):
     sampling = replace(SAMPLING, **limits)
     _, completions = held(policy, world_of(), rows("goes_on_until_refused"), sampling)
     for completion in completions:
@@ -160,7 +160,7 @@ def test_beyond_the_limits_the_policy_is_silent_once_and_then_refuses(policy, wo
 
 
 @pytest.mark.slow
-def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, world_of):
+def test_flood_of_requests_gets_the_turns_of_one_conversation(policy, world_of):
     _, completions = held(policy, world_of(), rows("floods", "talks"), replace(SAMPLING, n=2))
     for completion in completions[:2]:
         assert completion.outcome.error == ""
@@ -170,8 +170,7 @@ def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, wor
 
 
 @pytest.mark.slow
-def test_requests_of_other_forms(policy, world_of, tmp_path):
-    """A stream, a limit, and mistakes."""
+def test_streamed_limited_and_invalid_requests(policy, world_of, tmp_path):
     prompts = rows("streams", "is_limited", "is_mistaken")
     groups, completions = held(policy, world_of(), prompts)
     assert {c.outcome.error for c in completions} == {""}
@@ -194,18 +193,18 @@ def test_requests_of_other_forms(policy, world_of, tmp_path):
         "not so",
         "there is no rollout x",
     ):
-        assert told.count(line) >= len(mistaken.completions), line  # ends of lines come later: four processes print
+        assert told.count(line) >= len(mistaken.completions), line  # not whole lines: four processes print
 
 
 @pytest.mark.slow
-def test_asynchronous_agents_and_clients_of_their_own(policy, world_of):
+def test_asynchronous_agent_may_use_its_own_client(policy, world_of):
     _, completions = held(policy, world_of("together"), rows("", ""))
     assert {c.outcome.reward for c in completions} == {2.0}
     assert {len(c.branches) for c in completions} == {1}, "the same question again is not said behind the first"
 
 
 @pytest.mark.slow
-def test_a_command_is_an_agent(policy, world_of):
+def test_command_can_be_an_agent(policy, world_of):
     prompts = rows("", "", "")
     questions = ("ab+", "broken", "words")
     prompts = [
@@ -223,7 +222,7 @@ def test_a_command_is_an_agent(policy, world_of):
 
 
 def driven(world, row, says, pause=0.0):
-    """All replies of a world in a conversation in which the policy says these, and says nothing after them."""
+    """Run a conversation in which the policy says `says` and nothing after it. Return all replies of the pool."""
     [prompt] = rows("", **row)
     world.start_conversation(0, prompt, 0)
     found, says, until = [], list(says), time.monotonic() + 60
@@ -252,8 +251,8 @@ def words(text):
 
 
 @pytest.mark.slow
-def test_tools_of_an_agent(world_of):
-    """Calls go out as OpenAI has them and come back as they were said; other tools are another history."""
+def test_agent_with_tools_gets_calls_and_sends_answers(world_of):
+    """Calls have the format of OpenAI and come back as they were sampled. Other tools start another sequence."""
     says = [calls((2, 3), (4, 5)), words("6"), calls((2, 3), content="so"), words("none")]
     first, heard, sure, other, last = driven(world_of("has_tools"), {}, says)
     assert last.outcome.error == ""
@@ -273,14 +272,14 @@ def test_tools_of_an_agent(world_of):
 
 
 @pytest.mark.slow
-def test_what_the_policy_has_not_said_is_not_heard_behind_what_it_has(world_of):
+def test_words_put_into_the_policys_mouth_start_a_new_sequence(world_of):
     first, other, same, last = driven(world_of("puts_words_into_its_mouth"), {}, [words("a")] * 3)
     assert last.outcome.reward == 1.0
     assert [len(reply.prompt.text) for reply in (first, other, same)] == [1, 4, 5]
 
 
 @pytest.mark.slow
-def test_calls_in_a_stream(world_of):
+def test_streamed_calls_reach_the_agent(world_of):
     says = [words("abc")._replace(token_counts=(5, 3)), calls((2, 3))]
     first, second, last = driven(world_of("streams"), {"tools": True}, says)
     assert (first.max_tokens, second.max_tokens) == (3, 0)
@@ -288,32 +287,32 @@ def test_calls_in_a_stream(world_of):
 
 
 @pytest.mark.slow
-def test_calls_that_could_not_be_read_are_counted(world_of):
+def test_unreadable_calls_are_counted(world_of):
     says = [words("a")._replace(unreadable_calls=("no name",)), words("b"), words("c")]
     assert driven(world_of("talks"), {}, says)[-1].outcome.events == {"calls": 1, "unreadable": 1}
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
-    """The outcome waits until the policy has spoken: a conversation that it still speaks in is not over."""
+def test_agent_that_returns_before_its_answer_keeps_its_reward(world_of):
+    """The outcome waits for the policy: a conversation in which it still generates is not over."""
     first, last = driven(world_of("leaves_a_request"), {"seconds": 1.0}, [words("a")], pause=2.5)
     assert first.prompt
     assert last.outcome == ConversationOutcome(0.5)
 
 
 @pytest.mark.slow
-def test_a_child_that_an_agent_forks_says_nothing_for_it(world_of):
+def test_forked_child_of_an_agent_reports_no_outcome(world_of):
     assert driven(world_of("forks"), {}, [words("a")])[-1].outcome == ConversationOutcome(7.0)
 
 
 @pytest.mark.slow
-def test_the_time_of_the_policy_is_not_the_agent_s(world_of):
-    """Two turns of two and a half seconds each; with the second of grace the agent has two."""
+def test_agent_timeout_excludes_the_time_of_the_policy(world_of):
+    """The policy takes two turns of 2.5 seconds. The agent has 2 seconds in total, including 1 second of grace."""
     last = driven(world_of("talks", timeout=1.0), {"turns": 2}, [words("a")] * 2, pause=2.5)[-1]
     assert last.outcome.error == ""
 
 
-def test_agents_draw_the_same_random_numbers_again(policy, world_of):
+def test_agents_repeat_their_random_numbers(policy, world_of):
     once, again = (held(policy, world_of("draws"), rows("", ""))[1] for _ in range(2))
     assert [c.outcome.reward for c in once] == [c.outcome.reward for c in again]
     assert len({c.outcome.reward for c in once}) == 8, "each its own"
@@ -321,7 +320,7 @@ def test_agents_draw_the_same_random_numbers_again(policy, world_of):
 
 
 @pytest.mark.slow
-def test_a_conversation_that_is_left_ends_its_agent_and_a_closed_world_begins_anew(world_of):
+def test_abandoned_conversation_ends_its_agent_and_closed_pool_restarts(world_of):
     world = world_of("says_who_it_is")
     first, second = process_of_an_agent(world), process_of_an_agent(world)
     assert is_gone(first)
@@ -351,7 +350,7 @@ def is_gone(process):
     return False
 
 
-def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
+def test_agent_that_cannot_be_loaded_raises_user_error(policy, world_of, tmp_path):
     (tmp_path / "lost_agent.py").write_text("raise OSError('nothing here')\ndef solve(row, client): ...\n")
     world = world_of(f"{tmp_path}/lost_agent.py:solve")
     with pytest.raises(UserError, match=r"cannot be used: .*lost_agent\.py cannot be imported: OSError: nothing here"):
@@ -375,7 +374,7 @@ def opened(recorder, text=b""):
 
 
 def is_closed(connection):
-    """Wait a while for the other end to close."""
+    """Wait up to 5 seconds for the other end to close, and return whether it did."""
     connection.settimeout(5.0)
     try:
         return connection.recv(1) == b""
@@ -389,7 +388,7 @@ GET = b"GET /rollout/known/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @pytest.mark.slow
-def test_a_connection_that_asks_for_no_rollout_is_closed_in_time(recorder):
+def test_connection_that_requests_no_rollout_is_closed(recorder):
     agent = opened(recorder, GET)
     silent = [opened(recorder, text) for text in (b"", b"GET /rollout/known/", b"GET / HTTP/1.1\r\nHost: a\r\n")]
     assert all(map(is_closed, silent))
@@ -403,7 +402,7 @@ def test_a_connection_that_asks_for_no_rollout_is_closed_in_time(recorder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unknown", ""])
-def test_the_body_of_a_request_for_an_unknown_rollout_is_not_waited_for(recorder, name):
+def test_request_for_unknown_rollout_returns_404_before_its_body(recorder, name):
     head = f"POST /rollout/{name}/v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 45000000\r\n\r\n"
     connection = opened(recorder, head.encode() + b" " * 10_000)
     assert connection.recv(12) == b"HTTP/1.1 404"

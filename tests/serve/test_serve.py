@@ -1,4 +1,4 @@
-"""The service as clients see it: a real server on the loopback, the official client, and what must be refused."""
+"""Test the API of `pellucid serve` at a real server, with the official client and with invalid requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client(service):
 
 
 @pytest.mark.slow
-def test_greedy_answers_are_those_of_the_sampler(service, client):
+def test_greedy_answers_match_the_native_sampler(service, client):
     served, _ = service
     sampler = NativeSampler(policy=served.policy)
     for text in ("2+3=", "7*8=?", "a"):
@@ -73,7 +73,7 @@ def test_streamed_pieces_add_up_to_the_whole_answer(client):
     assert "".join(c.choices[0].text for c in plain if c.choices[0].index == 1) == texts[1]
 
 
-def test_a_character_of_several_tokens_is_told_when_it_is_whole():
+def test_character_of_several_tokens_is_sent_once_it_is_complete():
     class Bytes:
         def decode(self, ids):
             return bytes(ids).decode(errors="replace")
@@ -88,7 +88,7 @@ def test_a_character_of_several_tokens_is_told_when_it_is_whole():
     assert row.unsent_text == "aé数🙂!\ufffd", "what ends in the middle of a character is told as it is"
 
 
-def test_a_seed_repeats_an_answer_and_answers_differ_without(client):
+def test_seed_repeats_answers_and_unseeded_answers_differ(client):
     def texts(seed):
         answer = client.chat.completions.create(**chat(model="tiny", n=4), seed=seed)
         return [choice.message.content for choice in answer.choices]
@@ -98,7 +98,7 @@ def test_a_seed_repeats_an_answer_and_answers_differ_without(client):
     assert texts(None) != texts(None)
 
 
-def test_an_answer_ends_at_a_stop_string_or_at_its_limit(client):
+def test_answer_ends_at_a_stop_string_or_at_max_tokens(client):
     free = client.chat.completions.create(**chat(model="tiny", seed=3, n=8)).choices
     text = max((choice.message.content for choice in free), key=len)
     index = [choice.message.content for choice in free].index(text)
@@ -124,10 +124,10 @@ def test_models_are_listed_by_the_name_that_requests_use(client):
         client.models.retrieve("huge")
 
 
-# ---------------------------------------------------------------- together
+# ---------------------------------------------------------------- batching
 
 
-def test_requests_that_arrive_together_are_decoded_together_and_do_not_change_each_other():
+def test_concurrent_requests_share_decode_steps_and_keep_their_answers():
     with running(rows=16) as (served, url):
         bodies = [chat(f"{i}+{i}=", seed=i, max_tokens=12, n=1 + i % 2) for i in range(8)]
         alone = [post(f"{url}/v1/chat/completions", body)[1]["choices"] for body in bodies]
@@ -139,7 +139,7 @@ def test_requests_that_arrive_together_are_decoded_together_and_do_not_change_ea
         assert max(steps) > 4, "several requests must have shared a step"
 
 
-def test_more_than_there_is_room_for_waits_its_turn():
+def test_requests_beyond_the_row_limit_wait_their_turn():
     with running(rows=2) as (_, url):
         bodies = [chat(seed=i, n=2, max_tokens=8) for i in range(6)]
         with ThreadPoolExecutor(6) as pool:
@@ -147,7 +147,7 @@ def test_more_than_there_is_room_for_waits_its_turn():
         assert [status for status, _ in answers] == [200] * 6
 
 
-def test_whoever_leaves_early_frees_the_rows():
+def test_closing_a_stream_early_frees_its_rows():
     with (
         running(max_tokens=100) as (served, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -159,7 +159,7 @@ def test_whoever_leaves_early_frees_the_rows():
         wait_until(lambda: not served.engine.running.requests)
 
 
-def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
+def test_decoder_error_returns_500_and_the_service_recovers(monkeypatch):
     with running() as (served, url):
         before, broken = post(f"{url}/v1/chat/completions", chat(seed=1)), served.engine.running
         monkeypatch.setattr(
@@ -174,7 +174,7 @@ def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
         wait_until(lambda: not served.engine.running.requests)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- invalid requests
 
 
 @pytest.mark.parametrize(
@@ -197,35 +197,36 @@ def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
         ("/group", {"group_size": 64}, 400, "at most 16"),
     ],
 )
-def test_what_cannot_be_done_is_a_4xx_that_says_so(service, path, body, status, complaint):
+def test_invalid_request_returns_4xx_with_the_reason(service, path, body, status, complaint):
     found, answer = post(service[1] + path, body)
     assert found == status
     assert complaint in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"messages": "hi"}'])
-def test_a_malformed_body_is_a_400(service, raw):
+def test_malformed_body_returns_400(service, raw):
     status, answer = post(f"{service[1]}/v1/chat/completions", None, raw)
     assert status == 400
     assert answer["error"]["message"]
 
 
-def test_a_body_of_10_mb_is_a_413(service):
+def test_body_of_10_mb_returns_413(service):
     status, answer = post(f"{service[1]}/v1/chat/completions", chat("1" * 10_000_000))
     assert status == 413
     assert "1000000 bytes" in answer["error"]["message"]
 
 
-def test_a_request_that_takes_too_long_is_a_504():
+def test_request_timeout_returns_504():
     with running(timeout=0.001) as (served, url):
         assert post(f"{url}/v1/chat/completions", chat(max_tokens=100))[0] == 504
         wait_until(lambda: not served.engine.running.requests)
 
 
-# ---------------------------------------------------------------- the other forms
+# ---------------------------------------------------------------- other endpoints
 
 
-def test_solve_question_answers_as_the_first_service_did(service, monkeypatch):
+def test_solve_question_returns_reasoning_and_final_answer(service, monkeypatch):
+    """The response has the format of the first version of the service."""
     served, url = service
     status, answer = post(f"{url}/solve_question", {"question": "2+3=?"})
     assert status == 200
@@ -250,8 +251,8 @@ def test_solve_question_answers_as_the_first_service_did(service, monkeypatch):
         ("", "It is 5.", "", "It is 5."),
     ],
 )
-def test_solve_question_reads_the_answer_as_graders_do(monkeypatch, opening, text, reasoning, final):
-    """The template may open the thought; what is decoded of a prompt ends with it."""
+def test_solve_question_extracts_the_answer_like_graders(monkeypatch, opening, text, reasoning, final):
+    """The chat template may open the thought. The decoded prompt then ends with that opening."""
 
     def decode(ids, **_):
         if tuple(ids) == prompt[-8:]:
@@ -266,7 +267,7 @@ def test_solve_question_reads_the_answer_as_graders_do(monkeypatch, opening, tex
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_a_question_of_ones_own_is_asked_as_the_run_asks_its_own(tmp_path, monkeypatch, language):
+def test_custom_question_gets_the_system_prompt_of_task_or_service(tmp_path, monkeypatch, language):
     rows = [{"question": f"How many are {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = Gsm8k(data=str(tmp_path / "rows.jsonl"), test_data="", language=language)
@@ -286,7 +287,7 @@ def test_a_question_of_ones_own_is_asked_as_the_run_asks_its_own(tmp_path, monke
         encoded.clear()
 
 
-def test_a_group_is_graded_and_compared_as_in_training(service):
+def test_group_rewards_and_advantages_match_training(service):
     _, url = service
     _, data = post(f"{url}/group", {"group_size": 8, "seed": 1})
     rewards = torch.tensor([row["reward"] for row in data["completions"]], dtype=torch.float64)
@@ -302,14 +303,14 @@ def test_a_group_is_graded_and_compared_as_in_training(service):
     assert other["question"] != data["question"]
 
 
-def test_an_empty_text_is_refused(service):
+def test_empty_prompt_is_refused(service):
     status, answer = post(f"{service[1]}/v1/completions", {"prompt": "", "model": "tiny"})
     assert status == 400
     assert "prompt: String should have at least 1 character" in answer["error"]["message"]
 
 
 @pytest.mark.slow
-def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
+def test_answer_that_could_not_be_graded_has_no_reward():
     class Grader(CountDigits):
         def reward(self, prompt, completion):
             return outcomes.pop()
@@ -322,21 +323,21 @@ def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
     assert [row["advantage"] for row in data["completions"]] == [0.0, 0.0, 0.0]
 
 
-def test_the_terms_of_a_reward_are_compared_as_in_training():
-    """advantage = "gdpo": a term twice as heavy, by hand; and min_reward_range is that of training."""
+def test_group_advantages_follow_gdpo_and_min_reward_range():
+    """`advantage = "gdpo"` with a term of weight 2 is computed by hand. `min_reward_range` works as in training."""
     rewards = (Reward(2.0, {"a": 1.0}, weights={"a": 2.0}), Reward(0.0, {"a": 0.0}, weights={"a": 2.0}))
     answered = Group(Prompt("p", "q"), (1,), (Completion((1,), (0.0,), "", True),) * 2, rewards)
     assert api.compute_group_advantages(GRPOConfig(advantage="gdpo", group_size=2), answered) == [1.0, -1.0]
     assert api.compute_group_advantages(GRPOConfig(group_size=2, min_reward_range=3.0), answered) == [0.0, 0.0]
 
 
-def test_a_group_of_a_question_without_an_answer_has_no_rewards(service):
+def test_group_for_a_question_without_answer_has_no_rewards(service):
     _, data = post(f"{service[1]}/group", {"question": "1+1=", "group_size": 2})
     assert [row["reward"] for row in data["completions"]] == [None, None]
     assert [row["advantage"] for row in data["completions"]] == [None, None]
 
 
-def test_health_and_the_page(service):
+def test_health_is_ok_and_page_has_no_external_links(service):
     with urllib.request.urlopen(f"{service[1]}/health") as response:
         assert json.load(response)["status"] == "ok"
     with urllib.request.urlopen(service[1]) as response:

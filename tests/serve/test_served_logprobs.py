@@ -1,4 +1,4 @@
-"""Log-probs and token ids in answers, by the official client; transformers computes them anew."""
+"""Test log-probs and token ids in answers to the official client against log-probs from transformers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def client(service):
 
 @torch.no_grad()
 def distributions(policy, prompt_ids, token_ids, temperature):
-    """[T, V]: of each token of an answer, by the model that transformers has."""
+    """Return the log-probs [T, V] at each token of an answer, computed by the transformers model."""
     logits = policy.model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0]
     return (logits[len(prompt_ids) - 1 : -1].double() / temperature).log_softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logprobs_of_a_chat_are_those_of_the_model(temperature, service, client):
+def test_chat_logprobs_match_the_model(temperature, service, client):
     policy = service[0].policy
     told = client.chat.completions.create(
         **chat(model="tiny", n=3, seed=4, temperature=temperature), logprobs=True, top_logprobs=5, extra_body=IDS
@@ -52,7 +52,7 @@ def test_logprobs_of_a_chat_are_those_of_the_model(temperature, service, client)
             assert [top.logprob for top in entry.top_logprobs] == pytest.approx(most.values.tolist(), abs=1e-4)
 
 
-def test_logprobs_of_a_text_are_in_the_form_of_texts(service, client):
+def test_text_completion_logprobs_match_the_model(service, client):
     policy = service[0].policy
     told = client.completions.create(model="tiny", prompt="2+3=", n=2, seed=1, logprobs=2, extra_body=IDS)
     for choice in told.choices:
@@ -70,7 +70,7 @@ def test_logprobs_of_a_text_are_in_the_form_of_texts(service, client):
 
 
 @pytest.mark.parametrize("settings", [{"logprobs": True, "top_logprobs": 2}, {"logprobs": True}, {}])
-def test_streamed_chats_have_the_same(settings, client):
+def test_streamed_chat_logprobs_match_the_whole_answer(settings, client):
     settings |= chat(model="tiny", n=2, seed=9, stop=["zz", "0a"])
     whole = client.chat.completions.create(**settings, extra_body=IDS)
     entries, ids, prompts = [[], []], [[], []], []
@@ -84,7 +84,7 @@ def test_streamed_chats_have_the_same(settings, client):
     assert prompts == [whole.prompt_token_ids] + [None] * (len(prompts) - 1)
 
 
-def test_streamed_texts_have_the_same(client):
+def test_streamed_text_logprobs_match_the_whole_answer(client):
     settings = {"model": "tiny", "prompt": "2+3=", "n": 2, "seed": 9, "stop": ["zz", "0a"], "logprobs": 0}
     whole = client.completions.create(**settings)
     parts = [[], []]
@@ -97,8 +97,8 @@ def test_streamed_texts_have_the_same(client):
         assert [list(top) for top in choice.logprobs.top_logprobs] == [[token] for token in choice.logprobs.tokens]
 
 
-def test_each_is_told_as_many_as_it_asks_for():
-    """Rows of one temperature are drawn together, whatever their requests want to know."""
+def test_each_request_gets_its_own_number_of_top_logprobs():
+    """Rows with the same temperature are sampled together even if they need different numbers of top log-probs."""
     policy, told = make_policy(), {}
     engine = ServingEngine(policy, max_rows=4)
 
@@ -117,14 +117,14 @@ def test_each_is_told_as_many_as_it_asks_for():
     assert {count: set(lengths) for count, lengths in told.items()} == {0: {0}, 1: {1}, 3: {3}}
 
 
-def test_who_asks_for_none_is_told_none(client):
+def test_answer_has_no_logprobs_or_token_ids_by_default(client):
     told = client.chat.completions.create(**chat(model="tiny"))
     assert told.choices[0].logprobs is None
     assert "token_ids" not in told.choices[0].model_extra
     assert "prompt_token_ids" not in told.model_extra
 
 
-def test_a_token_that_cannot_be_has_a_number_that_json_knows(service):
+def test_logprob_of_an_impossible_token_is_finite_in_json(service):
     body = chat(temperature=1e-6, logprobs=True, top_logprobs=20, max_tokens=3)
     status, told = post(f"{service[1]}/v1/chat/completions", body)
     assert status == 200
@@ -133,7 +133,7 @@ def test_a_token_that_cannot_be_has_a_number_that_json_knows(service):
     assert "Infinity" not in json.dumps(told)
 
 
-def test_a_prompt_of_token_ids_is_that_of_its_text(service, client):
+def test_prompt_of_token_ids_equals_the_prompt_of_its_text(service, client):
     ids = list(service[0].policy.tokenizer("2+3=")["input_ids"])
     by_ids, by_text = (
         client.completions.create(model="tiny", prompt=prompt, seed=2, extra_body=IDS) for prompt in (ids, "2+3=")
@@ -154,7 +154,7 @@ def test_a_prompt_of_token_ids_is_that_of_its_text(service, client):
         (3, "prompt: Input should be a valid string"),
     ],
 )
-def test_token_ids_that_cannot_be_are_refused(prompt, complaint, service):
+def test_invalid_prompts_of_token_ids_are_refused(prompt, complaint, service):
     status, answer = post(f"{service[1]}/v1/completions", {"prompt": prompt})
     assert status == 400
     assert complaint in answer["error"]["message"]

@@ -1,4 +1,4 @@
-"""The bytes and offsets of tokens in answers with log-probs: by a byte-level and by SentencePiece-like tokenizers."""
+"""Test the bytes and offsets of tokens in log-probs, with byte-level and SentencePiece-like tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPACE = "▁"
 
 
 def byte_level():
-    """Byte-level BPE with merges, so that tokens end inside of characters and have several of them."""
+    """Return a byte-level BPE with merges, so that tokens end inside a character or contain several."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
         ("Ġ", "i"),
@@ -44,7 +44,7 @@ def pieces():
 
 
 def sentencepiece():
-    """As that of Llama 2: bytes for unknown characters, and the first space of a text is dropped."""
+    """Return a tokenizer like Llama 2's, with bytes for unknown characters. It drops the first space of a text."""
     vocab = {piece: i for i, piece in enumerate(pieces())}
     merges = [("i", "t"), (SPACE, "it"), *((SPACE, c) for c in "ait"), ("T", "O"), ("P", "!")]
     tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
@@ -56,7 +56,7 @@ def sentencepiece():
 
 
 def metaspace():
-    """As that of T5 and of older Llamas: no bytes, and a decoder that drops the first space."""
+    """Return a tokenizer like those of T5 and older Llamas: no bytes, and a decoder that drops the first space."""
     vocab = [(piece, -float(i)) for i, piece in enumerate([*pieces()[256:], "é", "数", "🙂"])]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -71,7 +71,7 @@ CASES = [*((text, []) for text in TEXTS), (TEXTS[-1], ["STOP"]), (TEXTS[-1], ["O
 
 @contextmanager
 def saying(tokenizer, ids):
-    """A request for an answer of these tokens, and the address of the service."""
+    """Serve a model that answers with these tokens. Yield the URL of the API, the request body and the prompt."""
     asked = tokenizer("a", add_special_tokens=False)["input_ids"]
     with running(policy=saying_tokens(tokenizer, asked, ids)) as (_, url):
         yield f"{url}/v1", {"temperature": 0, "max_tokens": len(ids)}, asked
@@ -84,7 +84,7 @@ def chat_of(tokenizer, url, body, asked):
 
 
 def streamed(url, body):
-    """The pieces of a stream, each with its choice."""
+    """Return the choice of each chunk of a stream."""
     data = json.dumps(body | {"stream": True}).encode()
     asked = urllib.request.Request(f"{url}/completions", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=30) as answer:
@@ -94,7 +94,7 @@ def streamed(url, body):
 
 @pytest.mark.parametrize(("text", "stop"), CASES)
 @pytest.mark.parametrize("kind", MADE)
-def test_bytes_join_to_the_text_and_offsets_are_places_in_it(kind, text, stop):
+def test_bytes_join_to_the_text_and_offsets_index_it(kind, text, stop):
     tokenizer = MADE[kind]()
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     right = tokenizer.decode(ids, skip_special_tokens=True)
@@ -116,12 +116,12 @@ def test_bytes_join_to_the_text_and_offsets_are_places_in_it(kind, text, stop):
     assert whole["logprobs"]["text_offset"] == starts
     for name, values in whole["logprobs"].items():
         assert [x for part in parts if part["logprobs"] for x in part["logprobs"][name]] == values
-    for part in parts[:-1]:  # no piece is ahead of its text
+    for part in parts[:-1]:  # no chunk has an offset beyond the text
         for offset in (part["logprobs"] or {"text_offset": ()})["text_offset"]:
             assert offset <= len(right)
 
 
-def test_tokens_keep_their_space_and_two_of_them_are_two_entries():
+def test_tokens_keep_their_space_and_equal_tokens_stay_separate():
     tokenizer = sentencepiece()
     [spaced, plain] = tokenizer.convert_tokens_to_ids([f"{SPACE}it", "it"])
     with saying(tokenizer, [spaced, spaced]) as (url, body, asked):
@@ -134,7 +134,7 @@ def test_tokens_keep_their_space_and_two_of_them_are_two_entries():
     assert (tokens.get_bytes(spaced), tokens.get_bytes(plain)) == (b" it", b"it")
 
 
-def test_a_special_token_in_an_answer_takes_no_space_from_the_next():
+def test_special_token_does_not_remove_the_space_of_the_next_token():
     tokenizer = sentencepiece()
     ids = tokenizer.convert_tokens_to_ids([f"{SPACE}it", "<s2>", f"{SPACE}it"])
     with saying(tokenizer, ids) as (url, body, asked):
@@ -144,7 +144,7 @@ def test_a_special_token_in_an_answer_takes_no_space_from_the_next():
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
-def test_half_a_character_has_its_own_bytes_and_a_name(kind):
+def test_half_a_character_has_its_bytes_and_an_escaped_name(kind):
     tokenizer = MADE[kind]()
     ids = tokenizer("🙂", add_special_tokens=False)["input_ids"][:-1]
     with saying(tokenizer, ids) as (url, body, asked):
@@ -157,8 +157,8 @@ def test_half_a_character_has_its_own_bytes_and_a_name(kind):
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_every_token_has_the_bytes_that_it_adds_to_a_text(kind):
-    """The oracle is the tokenizer: the bytes of the tokens of a text, behind another one, join to that text."""
+def test_every_token_has_the_bytes_it_adds_to_a_text(kind):
+    """The tokenizer gives the expected text: that of the tokens when they are decoded after another token."""
     tokenizer = MADE[kind]()
     tokens = TokenBytes(tokenizer)
     first = tokenizer("a", add_special_tokens=False)["input_ids"]

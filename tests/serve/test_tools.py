@@ -1,4 +1,4 @@
-"""Tools over HTTP, by the official client: a model that says what it is told to, and what becomes of its calls."""
+"""Test tool calls over HTTP with the official client and a model whose answers are given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPECTED = [("add", {"a": 1, "b": ["é"]}), ("look", {})]
 
 
 def speaker(body, text):
-    """A model that says `text` in answer to this request."""
+    """Return a policy that answers this request with `text`."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     asked = encode_question(tokenizer, ChatRequest(**body).prompt)
@@ -34,7 +34,7 @@ def speaker(body, text):
 
 @contextmanager
 def saying(text, **settings):
-    """A client of a service whose model says this in answer to `settings`, and these as a body."""
+    """Serve a model that answers a request with `text`. Yield a client and that request, which has `settings`."""
     body = chat("1 + 1?", temperature=0, max_tokens=200, model="tiny", **settings)
     with (
         running(policy=speaker(body, text)) as (_, url),
@@ -50,7 +50,7 @@ def calls_of(message):
 
 
 @pytest.mark.slow
-def test_calls_are_answered_as_openai_has_them():
+def test_calls_have_the_format_of_openai():
     with saying(BOTH, tools=TOOLS, tool_choice="auto") as (client, body):
         [choice] = client.chat.completions.create(**body).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I see.")
@@ -60,8 +60,8 @@ def test_calls_are_answered_as_openai_has_them():
 
 
 @pytest.mark.slow
-def test_streamed_they_add_up_to_the_same():
-    """The client's own accumulation is the oracle."""
+def test_streamed_calls_add_up_to_the_same():
+    """The official client joins the chunks."""
     with saying(BOTH, tools=TOOLS, n=2) as (client, body):
         with client.chat.completions.stream(**body) as stream:
             choices = stream.get_final_completion().choices
@@ -84,7 +84,7 @@ def test_an_answer_without_calls_is_text(text):
 
 
 @pytest.mark.slow
-def test_a_call_alone_has_no_content_and_one_that_met_the_limit_says_so():
+def test_lone_call_has_no_content_and_reports_length_at_the_limit():
     with saying(ADD, tools=TOOLS) as (client, body):
         [choice] = client.chat.completions.create(**body).choices
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
@@ -94,8 +94,8 @@ def test_a_call_alone_has_no_content_and_one_that_met_the_limit_says_so():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", ["STOP", "OP!", "}</tool_call>STO", "oo"])
-def test_a_stop_string_cuts_what_follows_a_call_and_the_call_itself(stop):
-    """The oracle is the same answer without the tools: its text, cut by hand, has the calls that are left in it."""
+def test_stop_string_cuts_the_text_after_a_call_or_the_call_itself(stop):
+    """The expected calls are those left in the text after it is cut by hand."""
     said = f"I see.<tool_call>{LOOK}</tool_call>STOP!"
     cut = said[: said.index(stop)]
     called = cut.endswith(("</tool_call>", "ST"))
@@ -114,7 +114,7 @@ def test_a_stop_string_cuts_what_follows_a_call_and_the_call_itself(stop):
     "arguments", ['"arguments": ""', '"arguments": " "', '"arguments": null', '"parameters": null', ""]
 )
 @pytest.mark.parametrize("form", ["<tool_call>{}</tool_call>", "{}"])
-def test_a_call_without_arguments_is_one_with_none(arguments, form):
+def test_call_without_arguments_has_an_empty_object(arguments, form):
     said = form.replace("{}", ", ".join(filter(None, ['{"name": "look"', arguments])) + "}")
     with saying(said, tools=TOOLS) as (client, body):
         [choice] = client.chat.completions.create(**body).choices
@@ -123,7 +123,7 @@ def test_a_call_without_arguments_is_one_with_none(arguments, form):
 
 
 @pytest.mark.slow
-def test_where_no_tool_may_be_called_none_is_shown_and_nothing_is_read():
+def test_tool_choice_none_hides_tools_and_parses_no_calls():
     with saying(BOTH, tools=TOOLS, tool_choice="none") as (client, body):
         [choice] = client.chat.completions.create(**body).choices
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", BOTH, None)
@@ -136,7 +136,7 @@ def bytes_of(ids):
 
 
 @pytest.mark.slow
-def test_calls_and_their_answers_come_back_as_messages():
+def test_calls_and_their_answers_can_be_sent_back_as_messages():
     with saying(BOTH, tools=TOOLS) as (client, body):
         message = client.chat.completions.create(**body).choices[0].message
         answers = [
@@ -206,7 +206,7 @@ def service():
 
 
 @pytest.mark.parametrize("complaint", REFUSED)
-def test_what_cannot_be_asked_is_refused_in_a_line(complaint, service):
+def test_unsupported_requests_are_refused_in_one_line(complaint, service):
     status, answer = post(f"{service[1]}/v1/chat/completions", chat() | REFUSED[complaint])
     assert status == 400
     assert complaint in answer["error"]["message"]

@@ -1,6 +1,6 @@
-"""`pellucid study`, whose runs are forked from its own process: that has imported what each of them would.
+"""Run `pellucid study` with runs that are forked from this process, which has already imported their modules.
 
-What a run is started with is that of the runner: its words, its environment, its streams, its session and the lock.
+The runner still sets the arguments, the environment, the streams, the session and the lock of each run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pellucid.study import runner
 
 
 class Forking:
-    """What the runner asks of subprocess.Popen."""
+    """Implements the part of subprocess.Popen that the runner uses."""
 
     def __init__(self, command, *, stdin, stdout, stderr, env, pass_fds, start_new_session):
         python, _, named, *words = command
@@ -53,7 +53,7 @@ class Forking:
 
 
 def trained(words):
-    """Return the exit status of a command line."""
+    """Run a command line and return its exit status."""
     sys.argv = list(words)
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)

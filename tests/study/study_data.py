@@ -1,4 +1,4 @@
-"""Runs as a study leaves them, without training: the three files that a copy has."""
+"""Helpers that write the three files of a finished run without training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STEPS = 4
 
 
 def write_run(run_dir, right, questions="q", steps=STEPS, seed=0, settings=None, metrics=None):
-    """A finished run whose greedy answers at its end are `right`; at its start all are wrong."""
+    """Write a finished run whose greedy answers are all wrong at first and `right` at the end. Return its folder."""
     run_dir.mkdir(parents=True)
     algorithm = {"steps": STEPS, "minutes": 0, "seed": seed, **(settings or {})}
     config = {"algorithm": algorithm, "evaluate": {"every": STEPS}, "policy": {"model": "tiny"}}
@@ -33,7 +33,7 @@ def evaluation(step, right, questions):
 
 
 def with_rewards(run_dir, rewards, verdicts=False):
-    """The same run of a task whose rewards are degrees: `rewards` of the greedy answers at its end, 0 at its start."""
+    """Add graded rewards to a run: 0 for the first greedy answers and `rewards` for the last. Return its folder."""
     path = run_dir / "evals.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row, values in zip(rows, ([0.0] * len(rewards), rewards), strict=True):

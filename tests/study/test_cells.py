@@ -1,4 +1,4 @@
-"""What is there of a run: finished, to go on with, in the way."""
+"""Tests for what a study does with the folder of a run: finished, to be resumed, or in the way."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def checkpoint(run_dir, name="step-000002"):
     (run_dir / "checkpoints" / name).mkdir(parents=True)
 
 
-def test_a_copy_of_three_files_is_finished(tmp_path):
+def test_run_with_three_copied_files_is_finished(tmp_path):
     assert is_run_finished(write_run(tmp_path / "run", [1, 0]))
 
 
-def test_a_run_without_its_last_step_or_its_evaluation_is_not_finished(tmp_path):
+def test_run_without_its_last_step_or_evaluation_is_not_finished(tmp_path):
     assert not is_run_finished(tmp_path / "nowhere")
     assert not is_run_finished(write_run(tmp_path / "short", [1, 0], steps=STEPS - 1))
     run_dir = write_run(tmp_path / "run", [1, 0])
@@ -45,7 +45,7 @@ def test_a_run_without_its_last_step_or_its_evaluation_is_not_finished(tmp_path)
     assert not is_run_finished(run_dir)
 
 
-def test_a_run_that_is_never_evaluated_is_finished_by_its_last_step(tmp_path):
+def test_run_without_evaluations_is_finished_by_its_last_step(tmp_path):
     run_dir = write_run(tmp_path / "run", [1, 0])
     (run_dir / "evals.jsonl").unlink()
     settings = json.loads((run_dir / "config.json").read_text())
@@ -53,13 +53,13 @@ def test_a_run_that_is_never_evaluated_is_finished_by_its_last_step(tmp_path):
     assert is_run_finished(run_dir)
 
 
-def test_a_run_of_minutes_is_finished_when_its_steps_took_them(tmp_path):
+def test_run_with_a_time_limit_is_finished_when_it_is_used_up(tmp_path):
     """Each step takes half a minute."""
     assert is_run_finished(write_run(tmp_path / "over", [1], steps=2, settings={"minutes": 1}))
     assert not is_run_finished(write_run(tmp_path / "under", [1], steps=1, settings={"minutes": 1}))
 
 
-def test_a_checkpoint_without_a_model_is_to_be_gone_on_from(tmp_path, cell):
+def test_run_with_a_checkpoint_but_no_model_is_resumed(tmp_path, cell):
     run_dir = write_run(cell.run_dir, [1, 0])
     checkpoint(run_dir, "step-000004.partial")
     assert is_run_finished(run_dir)
@@ -72,7 +72,7 @@ def test_a_checkpoint_without_a_model_is_to_be_gone_on_from(tmp_path, cell):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_finished_run_stays_finished_when_it_is_tidied(tmp_path, keep):
+def test_finished_run_stays_finished_when_pruned(tmp_path, keep):
     run_dir = write_run(tmp_path / "run", [1, 0])
     checkpoint(run_dir)
     for saved in ("model", "adapter"):
@@ -83,11 +83,11 @@ def test_a_finished_run_stays_finished_when_it_is_tidied(tmp_path, keep):
     assert is_run_finished(run_dir)
 
 
-# ---------------------------------------------------------------- is it this cell's
+# ---------------------------------------------------------------- runs of this cell or of other settings
 
 
 def write_config(cell, *overrides):
-    """As a run writes it down, who settles these for itself."""
+    """Write config.json as a run does, which resolves its dtype, max_length and task seed itself."""
     settled = ["--policy.dtype", "bfloat16", "--algorithm.max-length", "64", "--task.seed", "3"]
     settings = config.dump_config(config.load_config(None, ["--algorithm.seed", str(cell.seed), *settled, *overrides]))
     cell.run_dir.mkdir(parents=True)
@@ -97,13 +97,13 @@ def write_config(cell, *overrides):
 RECIPE = config.load_config(None)
 
 
-def test_a_run_of_this_recipe_is_the_cell_s_whatever_it_settled_for_itself(cell):
+def test_run_matches_its_recipe_despite_settings_it_resolved(cell):
     write_config(cell)
     check_run_dir(cell, RECIPE)
 
 
-def test_the_seed_of_a_wrapped_task_is_settled_inside(cell):
-    """With one of its own it stays."""
+def test_seed_of_a_wrapped_task_is_set_on_the_inner_task(cell):
+    """A seed that the inner task sets itself is kept."""
     path = cell.study_dir.parent / "prefixed.toml"
     for seed in (0, 7):
         path.write_text(f'[task]\nname = "prefixed"\n[task.task]\nname = "arithmetic"\nseed = {seed}\n')
@@ -121,20 +121,20 @@ def test_the_seed_of_a_wrapped_task_is_settled_inside(cell):
         (["--algorithm.max-length", "16"], "algorithm.max_length = 16, the study says 64"),
     ],
 )
-def test_a_run_of_other_settings_is_refused(cell, overrides, complaint):
+def test_run_of_other_settings_is_refused(cell, overrides, complaint):
     write_config(cell, *overrides)
     with pytest.raises(UserError, match=complaint) as refused:
         check_run_dir(cell, RECIPE)
     assert "choose another --into, or delete that run" in str(refused.value)
 
 
-def test_a_dtype_that_a_recipe_names_is_not_open(cell):
+def test_dtype_named_by_the_recipe_must_match(cell):
     write_config(cell)
     with pytest.raises(UserError, match=r"policy\.dtype"):
         check_run_dir(cell, config.load_config(None, ["--policy.dtype", "float32"]))
 
 
-def test_a_folder_that_is_no_run_is_not_removed(cell):
+def test_folder_that_is_not_a_run_is_not_removed(cell):
     cell.run_dir.mkdir(parents=True)
     check_run_dir(cell, RECIPE)
     (cell.run_dir / "thesis.tex").write_text("years of work")
@@ -143,8 +143,8 @@ def test_a_folder_that_is_no_run_is_not_removed(cell):
     assert (cell.run_dir / "thesis.tex").exists()
 
 
-def test_what_came_to_no_checkpoint_is_removed(cell, tmp_path):
-    """What a link leads to as well, but not the link."""
+def test_run_without_a_checkpoint_is_removed(cell, tmp_path):
+    """The files behind a symbolic link are removed as well, but not the link."""
     clear_unresumable_run(cell.run_dir)
     elsewhere = tmp_path / "larger disk"
     (elsewhere / "tensorboard").mkdir(parents=True)
@@ -157,14 +157,14 @@ def test_what_came_to_no_checkpoint_is_removed(cell, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-def test_a_run_killed_while_it_wrote_its_first_file_is_not_in_the_way(cell):
+def test_run_killed_while_writing_its_first_file_is_not_in_the_way(cell):
     cell.run_dir.mkdir(parents=True)
     (cell.run_dir / "config.json.partial").write_text('{"algorithm": {"st')
     check_run_dir(cell, RECIPE)
 
 
-def test_a_run_whose_settings_cannot_be_read_is_not_removed(cell):
-    """It may be finished: somebody has edited its config.json."""
+def test_run_with_unreadable_settings_is_not_removed(cell):
+    """It may be finished: somebody may have edited its config.json."""
     run_dir = write_run(cell.run_dir, [1, 0])
     (run_dir / "config.json").write_text('{"algorithm": {},}')
     with pytest.raises(UserError, match=r"config\.json cannot be read: fix it"):
@@ -197,7 +197,7 @@ def test_a_run_whose_task_was_edited_since_is_refused(cell, tmp_path):
         check_run_dir(cell, recipe)
 
 
-def test_a_run_of_other_defaults_that_change_no_number_is_the_cell_s(cell):
-    """As a version with another `keep_last` wrote it down."""
+def test_run_with_defaults_that_change_no_number_is_accepted(cell):
+    """Another version may have had another default of `keep_last`."""
     write_config(cell, "--checkpoint.keep-last", "1", "--log.rollouts", "0")
     check_run_dir(cell, RECIPE)

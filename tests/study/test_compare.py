@@ -1,4 +1,4 @@
-"""`pellucid compare` on the files that a copy of a run has: its numbers by hand, its page as a browser reads it."""
+"""Tests for `pellucid compare`: its numbers by hand, and its page as a browser reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pellucid.study.runs import gather_runs, write_study_plan
 
 BASELINE = {0: [1, 0, 0, 0], 1: [1, 1, 0, 0]}
 BETTER = {0: [1, 1, 1, 0], 1: [1, 1, 0, 1]}
-"""On the same questions: two and one more are right."""
+"""The questions are those of the baseline, with two and one more right answers."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def summary(folder, variant="better"):
     return next(row for row in summarize_variants(gather_runs([folder])) if row.variant == variant)
 
 
-def test_the_difference_is_the_mean_over_seeds_of_that_over_questions(study_dir):
+def test_difference_is_the_mean_over_seeds_of_the_mean_over_questions(study_dir):
     row = summary(study_dir)
     assert row.pairs == {0: 0.5, 1: 0.25}
     assert row.difference.value == 0.375
@@ -56,7 +56,7 @@ def test_answers_to_other_questions_are_not_paired(study_dir):
     assert row.unpaired == ("seed 2: its held-out questions are not the baseline's",)
 
 
-def test_a_seed_that_only_one_of_them_has_is_not_paired(study_dir):
+def test_seed_of_only_one_variant_is_not_paired(study_dir):
     write_run(study_dir / "better" / "seed-2", [1] * 4, seed=2)
     write_run(study_dir / "grpo" / "seed-3", [1] * 4, seed=3)
     row = summary(study_dir)
@@ -65,7 +65,7 @@ def test_a_seed_that_only_one_of_them_has_is_not_paired(study_dir):
     assert "better seed 3" in gather_runs([study_dir]).missing
 
 
-def test_evaluations_that_kept_no_answers_are_not_paired(study_dir):
+def test_evaluations_without_answers_are_not_paired(study_dir):
     path = study_dir / "better" / "seed-1" / "evals.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "right"}) + "\n" for row in rows))
@@ -87,21 +87,21 @@ def test_unfinished_and_missing_runs_are_left_out_and_named(study_dir, capsys):
     assert "missing: grpo seed 2" in printed
 
 
-def test_a_planned_run_that_no_variant_has_is_missing(study_dir):
+def test_planned_run_without_a_folder_is_missing(study_dir):
     write_study_plan(study_dir, ["grpo", "better", "late"], [0, 1])
     assert gather_runs([study_dir]).missing == ["late seed 0", "late seed 1"]
     (study_dir / "study.json").unlink()
     assert gather_runs([study_dir]).missing == []
 
 
-def test_the_baseline_is_the_study_s_first_variant_or_the_one_that_is_named(study_dir):
+def test_baseline_is_the_first_variant_or_the_one_named(study_dir):
     assert [row.variant for row in summarize_variants(gather_runs([study_dir]))] == ["grpo", "better"]
     rows = summarize_variants(gather_runs([study_dir], "better"))
     assert [row.variant for row in rows] == ["better", "grpo"]
     assert rows[1].difference.value == -0.375
 
 
-def test_single_runs_are_variants_by_their_folders_and_paired_by_their_seeds(tmp_path, study_dir):
+def test_single_runs_are_variants_by_folder_and_paired_by_seed(tmp_path, study_dir):
     one, two = (write_run(tmp_path / name, right, seed=5) for name, right in (("one", [0, 0]), ("two", [0, 1])))
     runs = gather_runs([one, two, study_dir / "grpo" / "seed-0"])
     assert {variant: list(of_seed) for variant, of_seed in runs.finished.items()} == {
@@ -112,8 +112,8 @@ def test_single_runs_are_variants_by_their_folders_and_paired_by_their_seeds(tmp
     assert summarize_variants(runs)[1].pairs == {5: 0.5}
 
 
-def test_costs_are_those_of_each_run_and_own_metrics_means_over_steps(study_dir, tmp_path):
-    """A mean alone would hide the one run that answered at length."""
+def test_costs_are_per_run_and_own_metrics_are_means_over_steps(study_dir, tmp_path):
+    """A mean alone would hide the one run with long answers."""
     own = {"tokens": 150, "curriculum/pool": 8, "effect/moved": 0.5}
     write_run(study_dir / "wrapped" / "seed-0", [1] * 4, questions="q0", metrics=own)
     write_run(study_dir / "wrapped" / "seed-1", [1] * 4, questions="q1", seed=1, metrics={**own, "tokens": 250})
@@ -130,7 +130,7 @@ def test_costs_are_those_of_each_run_and_own_metrics_means_over_steps(study_dir,
         assert text in page
 
 
-def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path, capsys):
+def test_comparison_of_two_seeds_is_reported_as_coarse(study_dir, tmp_path, capsys):
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     page = Page((tmp_path / "page.html").read_text())
     assert "1 comparison was made" in page
@@ -142,7 +142,7 @@ def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path, c
     assert "The other variant is not shown to be above or below grpo." in page
 
 
-def test_what_excludes_0_is_concluded(tmp_path):
+def test_intervals_that_exclude_zero_have_a_conclusion(tmp_path):
     for variant, right in (("grpo", [0, 1] * 20), ("up", [1] * 40), ("down", [0] * 40), ("same", [1, 0] * 20)):
         write_run(tmp_path / "study" / variant / "seed-0", right)
     write_study_plan(tmp_path / "study", ["grpo", "up", "down", "same"], [0])
@@ -156,15 +156,15 @@ def test_what_excludes_0_is_concluded(tmp_path):
     assert "One seed per comparison" in page
 
 
-def test_the_comparison_with_the_fewest_seeds_decides_what_is_said(study_dir, tmp_path):
-    """As it is in the middle of a study."""
+def test_comparison_with_the_fewest_seeds_decides_the_warning(study_dir, tmp_path):
+    """Variants have different numbers of seeds in the middle of a study."""
     write_run(study_dir / "late" / "seed-0", [1] * 4, questions="q0")
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     assert "One seed per comparison" in Page((tmp_path / "page.html").read_text())
 
 
-def test_seeds_that_asked_the_same_questions_are_resampled_together(tmp_path):
-    """Half of the questions are always won: certain by the seeds, not by the questions."""
+def test_seeds_with_the_same_questions_are_resampled_together(tmp_path):
+    """Half of the questions are always won: the result is certain across seeds, but not across questions."""
     for folder, questions in (("other", "q{}".format), ("same", "q".format)):
         for seed in range(8):
             write_run(tmp_path / folder / "grpo" / f"seed-{seed}", [0, 0], questions=questions(seed), seed=seed)
@@ -174,7 +174,7 @@ def test_seeds_that_asked_the_same_questions_are_resampled_together(tmp_path):
     assert (shared.low, shared.high) == (0.0, 1.0)
 
 
-def test_dynamic_sampling_is_seen_by_what_it_drew(study_dir, tmp_path):
+def test_dead_share_of_dynamic_sampling_covers_all_sampled_groups(study_dir, tmp_path):
     drawn = {"groups/drawn": 8, "groups/drawn_dead": 0.9}
     write_run(study_dir / "dynamic" / "seed-0", [1] * 4, questions="q0", metrics=drawn)
     assert summary(study_dir, "dynamic").own == drawn
@@ -183,7 +183,7 @@ def test_dynamic_sampling_is_seen_by_what_it_drew(study_dir, tmp_path):
     assert "dynamic, step 4: 0.9<" in (tmp_path / "page.html").read_text()
 
 
-def test_the_page_is_the_same_each_time_and_says_what_makes_its_runs(study_dir, tmp_path):
+def test_page_is_reproducible_and_lists_the_commands_of_its_runs(study_dir, tmp_path):
     recipe = study_dir / "better" / "recipe.json"
     recipe.write_text("{}")
     pages = []
@@ -196,19 +196,19 @@ def test_the_page_is_the_same_each_time_and_says_what_makes_its_runs(study_dir, 
     assert f"pellucid train {study_dir}/grpo/seed-0/config.json --run again/grpo/seed-0" in page
 
 
-def test_runs_made_again_are_no_variants_of_the_study(study_dir):
+def test_repeated_runs_are_not_variants_of_the_study(study_dir):
     write_run(study_dir / "grpo" / "seed-0-again", BASELINE[0], questions="q0")
     assert list(gather_runs([study_dir]).finished) == ["grpo", "better"]
 
 
-def test_a_run_is_the_same_however_it_is_named(study_dir, monkeypatch):
+def test_run_is_the_same_under_every_spelling_of_its_path(study_dir, monkeypatch):
     run_dir = study_dir / "better" / "seed-0"
     monkeypatch.chdir(run_dir)
     runs = gather_runs([Path("../../grpo"), Path(), Path("..", "seed-0"), run_dir])
     assert {variant: list(of_seed) for variant, of_seed in runs.finished.items()} == {"grpo": [0, 1], "better": [0]}
 
 
-def test_curves_stand_before_the_baseline_with_the_range_over_seeds(study_dir, tmp_path):
+def test_curves_show_the_baseline_and_the_range_over_seeds(study_dir, tmp_path):
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count('<svg class="chart"') == 6
@@ -218,8 +218,8 @@ def test_curves_stand_before_the_baseline_with_the_range_over_seeds(study_dir, t
     assert "mean of 2 seeds, band from lowest to highest" in page
 
 
-def test_degrees_are_compared_by_the_reward_of_each_answer(tmp_path, capsys):
-    """By hand: (2.5 - 0 - 0.5) / 4 over four questions, of which the second run graded but three."""
+def test_graded_rewards_are_compared_answer_by_answer(tmp_path, capsys):
+    """By hand: (2.5 - 0 - 0.5) / 4 over four questions. The run `part` graded only three of them."""
     graded = {"grpo": [0.0, 1.0, 2.0, -1.0], "tone": [2.5, 1.0, 1.5, -1.0], "part": [0.5, None, 2.0, -1.0]}
     for variant, rewards in graded.items():
         with_rewards(write_run(tmp_path / "study" / variant / "seed-0", [0] * 4), rewards)
@@ -241,8 +241,8 @@ def test_degrees_are_compared_by_the_reward_of_each_answer(tmp_path, capsys):
     assert json.loads((tmp_path / "page.json").read_text())["measure"] == "reward"
 
 
-def test_numbers_without_a_bound_are_null_in_the_file_for_other_programs(tmp_path):
-    """One held-out question has an interval without a bound, which evals.jsonl writes as null."""
+def test_missing_interval_bounds_are_null_in_the_json_file(tmp_path):
+    """The interval of one held-out question has no bounds; evals.jsonl writes them as null."""
     run_dir = with_rewards(write_run(tmp_path / "study" / "grpo" / "seed-0", [0]), [0.5])
     evals = [json.loads(line) for line in (run_dir / "evals.jsonl").read_text().splitlines()]
     (run_dir / "evals.jsonl").write_text(
@@ -253,7 +253,7 @@ def test_numbers_without_a_bound_are_null_in_the_file_for_other_programs(tmp_pat
     assert numbers["variants"]["grpo"]["reward"] == {"value": 0.5, "low": None, "high": None}
 
 
-def test_over_seeds_too_and_a_reward_beside_accuracy_where_it_says_more(tmp_path):
+def test_rewards_are_compared_over_seeds_or_shown_beside_accuracy(tmp_path):
     for variant, by_seed in {"grpo": ([0.0, 0.5], [0.5, 1.0]), "up": ([1.0, 1.5], [None, 3.0])}.items():
         for seed, rewards in enumerate(by_seed):
             for study, verdicts in (("degrees", False), ("judged", True)):
@@ -269,7 +269,7 @@ def test_over_seeds_too_and_a_reward_beside_accuracy_where_it_says_more(tmp_path
     assert "2.125" in page
 
 
-def test_a_run_without_rewards_answer_by_answer_is_not_paired_with_degrees(tmp_path):
+def test_run_without_a_reward_per_answer_is_not_paired(tmp_path):
     with_rewards(write_run(tmp_path / "study" / "grpo" / "seed-0", [0, 0]), [0.5, 0.25])
     write_run(tmp_path / "study" / "old" / "seed-0", [0, 0])
     [reason] = summary(tmp_path / "study", "old").unpaired
@@ -298,7 +298,7 @@ def test_the_first_sentence_counts_all_other_variants(conclusions, sentences):
     assert write_lede([VariantSummary("base", (0,)), *others]) == sentences
 
 
-def test_a_hostile_run_is_text(tmp_path):
+def test_hostile_names_appear_as_text(tmp_path):
     name = HOSTILE.replace("/", "|").replace("\x00", "").encode("utf-8", "ignore").decode()
     for variant, right in (("grpo", [0] * 9), (name, [1] * 9)):
         write_run(tmp_path / "study" / variant / "seed-0", right, metrics={f"effect/{HOSTILE}": 1.0})
@@ -326,7 +326,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("complaint", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_2(study_dir, tmp_path, monkeypatch, capsys, complaint):
+def test_mistakes_exit_2_with_one_line(study_dir, tmp_path, monkeypatch, capsys, complaint):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "half", [1, 0], steps=2)

@@ -1,4 +1,4 @@
-"""Paired differences: by hand, and their intervals against the bootstrap distribution written out in full."""
+"""Tests for paired differences: values by hand, and intervals against the fully enumerated bootstrap distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLES = {
 
 
 def every_resample(table):
-    """The mean of every table that can be drawn, with its chance."""
+    """Return the probability of the mean of every possible resample of a table."""
     chances = Counter()
     for rows in itertools.product(table, repeat=len(table)):
         for drawn in itertools.product(*(itertools.product(row, repeat=len(row)) for row in rows)):
@@ -37,7 +37,7 @@ def every_resample(table):
 
 
 def every_resample_of_both(table):
-    """As above, where all seeds of a table have the same draw of questions."""
+    """Return the same probabilities if all seeds of a table share one draw of questions."""
     chances, columns = Counter(), range(len(table[0]))
     for rows in itertools.product(table, repeat=len(table)):
         for drawn in itertools.product(columns, repeat=len(columns)):
@@ -47,7 +47,7 @@ def every_resample_of_both(table):
 
 
 def quantile(chances, share):
-    """The smallest value that at least this share of the draws does not exceed."""
+    """Return the smallest value that at least this share of the resamples does not exceed."""
     reached = 0.0
     for value in sorted(chances):
         reached += chances[value]
@@ -71,7 +71,7 @@ DRAWS = [
 
 
 @pytest.mark.parametrize(("table", "resample", "enumerate_all"), DRAWS)
-def test_the_resamples_are_distributed_as_all_that_can_be_drawn(table, resample, enumerate_all):
+def test_resamples_follow_the_enumerated_distribution(table, resample, enumerate_all):
     chances = enumerate_all(table)
     assert sum(chances.values()) == pytest.approx(1.0)
     drawn = Counter(np.round(resample(table, np.random.default_rng(1)), 9).tolist())
@@ -82,19 +82,19 @@ def test_the_resamples_are_distributed_as_all_that_can_be_drawn(table, resample,
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_the_interval_has_the_ends_of_the_exact_one(table):
+def test_interval_has_the_ends_of_the_exact_interval(table):
     chances = every_resample(table)
     measured = estimate_interval(table)
     assert measured.value == pytest.approx(fmean(map(fmean, table)))
     assert (measured.low, measured.high) == pytest.approx((quantile(chances, 0.025), quantile(chances, 0.975)))
 
 
-def test_seeds_weigh_the_same_whatever_their_questions():
+def test_seeds_have_equal_weight_for_any_number_of_questions():
     assert estimate_interval([[1.0], [0.0] * 9]).value == 0.5
 
 
-def test_an_interval_that_ends_at_0_has_0_in_it():
-    """Sums of tenths over three seeds: as they are added, this one ends at 5.6e-17, which was "above"."""
+def test_interval_that_ends_at_zero_contains_zero():
+    """Sums of tenths over three seeds: by rounding, this interval ends at 5.6e-17, which was "above"."""
     table = [[1.0] * 6 + [-1.0] * 3 + [0.0], [1.0] * 6 + [0.0] * 4, [1.0] * 6 + [0.0] * 4]
     assert np.quantile(resample_shared_questions(table, np.random.default_rng(0)), 0.025) == pytest.approx(
         0.0, abs=1e-9
@@ -103,7 +103,7 @@ def test_an_interval_that_ends_at_0_has_0_in_it():
     assert classify_difference(estimate_interval(table, same_questions=True)) == "cannot tell"
 
 
-def test_a_difference_of_nothing_has_no_sign():
+def test_zero_difference_has_no_sign():
     tenths = [[1.0] + [0.0] * 9, [-1.0] * 3 + [0.0] * 7, [1.0] * 2 + [0.0] * 8]
     assert str(estimate_interval(tenths).value) == "0.0"
 
@@ -117,13 +117,16 @@ def test_the_same_data_give_the_same_interval():
     ("low", "high", "said"),
     [(0.01, 0.2, "above"), (-0.2, -0.01, "below"), (0.0, 0.2, "cannot tell"), (-0.2, 0.0, "cannot tell")],
 )
-def test_a_conclusion_needs_an_interval_without_0(low, high, said):
+def test_conclusion_requires_an_interval_without_zero(low, high, said):
     assert classify_difference(Estimate(0.0, low, high)) == said
 
 
 def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=100):
-    """How often the interval holds the true difference, where runs differ by `spread` from seed to seed, and what a
-    variant does differs by `of_questions` from question to question, all seeds having the same ones."""
+    """Return how often the interval contains the true difference.
+
+    The effect of a variant varies by `spread` between seeds and by `of_questions` between questions, which all seeds
+    share.
+    """
     rng, held = np.random.default_rng(5), 0
     for _ in range(trials):
         effects = 0.1 + rng.normal(0, spread, size=(seeds, 1)) + rng.normal(0, of_questions, size=questions)
@@ -135,13 +138,13 @@ def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=10
 
 
 @pytest.mark.slow
-def test_the_interval_covers_the_truth_as_often_as_it_says():
+def test_interval_covers_the_truth_at_its_nominal_rate():
     assert coverage(seeds=1, questions=100, spread=0.0) == pytest.approx(0.95, abs=0.05)
     assert coverage(seeds=8, questions=100, spread=0.1) == pytest.approx(0.95, abs=0.05)
 
 
 @pytest.mark.slow
-def test_seeds_that_ask_the_same_questions_are_not_taken_for_more_questions():
+def test_shared_questions_are_not_counted_as_more_questions():
     alike = {"seeds": 8, "questions": 48, "spread": 0.0, "of_questions": 0.5}
     assert coverage(**alike, shared=True) > 0.92
     assert coverage(**alike, shared=False) < 0.9
@@ -149,6 +152,6 @@ def test_seeds_that_ask_the_same_questions_are_not_taken_for_more_questions():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, 3, 4, 6])
-def test_few_seeds_that_differ_much_are_wrong_as_often_as_is_said(seeds):
+def test_false_positive_rate_of_few_seeds_matches_the_stated_odds(seeds):
     missed = 1 - coverage(seeds, questions=20_000, spread=0.1, trials=400)
     assert missed == pytest.approx(1 / compute_false_positive_odds(seeds), abs=0.06)

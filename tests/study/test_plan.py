@@ -1,4 +1,4 @@
-"""A study file as the settings of its variants."""
+"""Tests for reading a study file into the settings of its variants."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def task_of(study_file, text):
     return plan.read_study(study_file(text)).variants["one"]["task"]
 
 
-def test_variants_are_laid_upon_what_all_share_and_that_upon_the_base(study_file):
+def test_variants_override_common_settings_which_override_the_base(study_file):
     study = plan.read_study(
         study_file("""
         [common.algorithm]
@@ -59,17 +59,17 @@ def test_variants_are_laid_upon_what_all_share_and_that_upon_the_base(study_file
     assert all(settings["optimizer"] == {"lr": 1e-5} for settings in study.variants.values())
 
 
-def test_a_task_of_the_same_name_or_of_none_is_merged(study_file):
+def test_task_of_the_same_name_or_without_a_name_is_merged(study_file):
     merged = {"name": "arithmetic", "digits": 2, "operators": ["+"]}
     for name in ("", 'name = "arithmetic"'):
         assert task_of(study_file, f'[variants.one.task]\n{name}\noperators = ["+"]') == merged
 
 
-def test_another_task_takes_no_setting_of_the_base(study_file):
+def test_different_task_takes_no_setting_of_the_base(study_file):
     assert task_of(study_file, '[variants.one.task]\nname = "sorting"') == {"name": "sorting"}
 
 
-def test_a_wrapper_goes_around_the_task_of_the_base(study_file):
+def test_wrapper_encloses_the_task_of_the_base(study_file):
     base = {"name": "arithmetic", "digits": 2}
     around = task_of(study_file, f'[variants.one.task]\nname = "{OUTER}"\nsize = 3')
     assert around == {"name": OUTER, "size": 3, "task": base}
@@ -78,13 +78,13 @@ def test_a_wrapper_goes_around_the_task_of_the_base(study_file):
     assert task_of(study_file, twice) == {"name": OUTER, "task": innermost}
 
 
-def test_what_a_wrapper_names_inside_is_a_task_like_any_other(study_file):
+def test_task_inside_a_wrapper_is_merged_like_any_other(study_file):
     head = f'[variants.one.task]\nname = "{OUTER}"\n[variants.one.task.task]\n'
     assert task_of(study_file, head + "digits = 3")["task"] == {"name": "arithmetic", "digits": 3}
     assert task_of(study_file, head + 'name = "sorting"')["task"] == {"name": "sorting"}
 
 
-def test_a_wrapper_that_all_share_is_set_further_by_a_variant(study_file):
+def test_variant_overrides_settings_of_a_common_wrapper(study_file):
     common = f'[common.task]\nname = "{OUTER}"\nsize = 3\n[variants.one.task]\nsize = 4\n'
     inside = {"name": "arithmetic", "digits": 2}
     assert task_of(study_file, common) == {"name": OUTER, "size": 4, "task": inside}
@@ -92,25 +92,25 @@ def test_a_wrapper_that_all_share_is_set_further_by_a_variant(study_file):
     assert task_of(study_file, common + inner)["task"] == {"name": "arithmetic", "digits": 1}
 
 
-def test_a_base_without_a_task_has_the_usual_one(study_file, tmp_path):
+def test_base_without_a_task_has_the_default_task(study_file, tmp_path):
     path = study_file(f'[variants.one.task]\nname = "{OUTER}"')
     (tmp_path / "base.toml").write_text("[algorithm]\nsteps = 9\n")
     assert plan.read_study(path).variants["one"]["task"]["task"] == {"name": "arithmetic"}
 
 
-def test_every_variant_has_its_first_seed_before_any_has_its_second(study_file):
+def test_all_variants_run_their_first_seed_before_any_runs_its_second(study_file):
     study = plan.read_study(study_file("[variants.a]\n[variants.b]"))
     runs = [(cell.variant, cell.seed) for cell in study.list_runs(Path("runs/s"))]
     assert runs == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert [(cell.variant, cell.seed) for cell in study.list_runs(Path("runs/s"), ["b"])] == [("b", 0), ("b", 1)]
 
 
-def test_a_cell_is_made_by_a_plain_command():
+def test_cell_runs_a_plain_train_command():
     command = ["train", "runs/s/a/recipe.json", "--algorithm.seed", "1", "--run", "runs/s/a/seed-1"]
     assert plan.StudyRun(Path("runs/s"), "a", 1).arguments == command
 
 
-def test_a_recipe_reads_back_as_the_settings(study_file, tmp_path):
+def test_written_recipe_reads_back_as_the_settings(study_file, tmp_path):
     study = plan.read_study(study_file("[variants.a.algorithm]\nsteps = 3"))
     plan.write_variant_recipe(tmp_path / "a" / "recipe.json", study.variants["a"])
     assert json.loads((tmp_path / "a" / "recipe.json").read_text()) == study.variants["a"]
@@ -141,8 +141,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file, tmp_path, capsys, monkeypatch, text):
-    monkeypatch.setattr(sys, "executable", "false")  # should it start to train after all
+def test_mistakes_exit_with_one_line_before_anything_is_written(study_file, tmp_path, capsys, monkeypatch, text):
+    monkeypatch.setattr(sys, "executable", "false")  # training fails at once if it starts after all
     with pytest.raises(SystemExit) as exit_:
         cli.main(["study", str(study_file(text, head="")), "--into", str(tmp_path / "into")])
     assert exit_.value.code == 2
@@ -152,14 +152,14 @@ def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file,
     assert not (tmp_path / "into").exists()
 
 
-def test_an_unknown_variant_is_not_run(study_file):
+def test_unknown_variant_is_refused(study_file):
     study = plan.read_study(study_file("[variants.grpo]"))
     with pytest.raises(UserError, match='no variant "gpo"; did you mean "grpo"'):
         study.list_runs(Path("runs/s"), ["gpo"])
 
 
 @pytest.mark.parametrize("path", sorted(Path("recipes/study").glob("*.toml")), ids=lambda path: path.stem)
-def test_the_studies_that_are_shipped_can_start(path):
+def test_shipped_studies_can_start(path):
     study = plan.read_study(path)
     recipes = plan.load_variant_configs(study)
     assert len(recipes) >= 6
@@ -170,8 +170,8 @@ def test_the_studies_that_are_shipped_can_start(path):
     ), "no two alike"
 
 
-def test_a_misspelt_section_is_refused(tmp_path):
-    """It would vanish on the way through recipe.json, and the variant would be the baseline."""
+def test_misspelled_section_is_refused(tmp_path):
+    """Otherwise recipe.json would lose it, and the variant would equal the baseline."""
     path = tmp_path / "study.toml"
     base = Path("recipes/arithmetic.toml").resolve()
     path.write_text(f'base = "{base}"\nseeds = [0]\n[variants.grpo]\n[variants.dr.algoritm]\nadvantage = "centered"\n')

@@ -1,6 +1,6 @@
-"""Studies of a tiny model through the command line's own path: interrupted, killed, changed, failing.
+"""Tests for `pellucid study` on a tiny model: whole, interrupted, killed, changed and failing studies.
 
-Their runs are forked, but for the last of the one that was killed and one that fails at its start: those are started.
+Most runs are forked. Only the last run of the killed study and one that fails at its start are new processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ advantage = "centered"
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch):
-    """In the runs too: threads may round otherwise."""
+    """Use one thread, in the runs as well, because the number of threads may change rounding."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(runner.os, "cpu_count", lambda: 2)
 
@@ -60,7 +60,7 @@ def study_file(tmp_path_factory, model_dir):
 
 @pytest.fixture(scope="module")
 def whole(study_file):
-    """A study that nothing interrupted, and what was printed; both its variants at once."""
+    """Return the folder and the output of an uninterrupted study that runs both variants at once."""
     into = study_file.parent / "whole"
     done = ran(FORKING, study_file, "--into", into, "--jobs", "2", env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,7 +78,7 @@ def untimed(path):
 
 
 def until(condition, process):
-    """A condition that never holds is for the suite's own time limit to tell."""
+    """Wait for a condition. The suite's time limit ends the wait for one that never holds."""
     while not condition():
         assert process.poll() is None
         time.sleep(0.02)
@@ -94,7 +94,7 @@ def has_steps(run_dir):
 
 
 @pytest.mark.slow
-def test_a_study_is_the_runs_of_every_variant_with_every_seed(whole):
+def test_study_runs_every_variant_with_every_seed(whole):
     into, printed = whole
     for variant in ("grpo", "centered"):
         for seed in (0, 1):
@@ -113,7 +113,7 @@ def test_a_study_is_the_runs_of_every_variant_with_every_seed(whole):
 
 
 @pytest.mark.slow
-def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole, tmp_path, capfd):
+def test_interrupted_and_killed_study_reaches_the_same_runs(study_file, whole, tmp_path, capfd):
     into = tmp_path / "into"
     first, second = (StudyRun(into, "grpo", seed) for seed in (0, 1))
     copies = [copied(StudyRun(whole[0], "centered", seed).run_dir, into) for seed in (0, 1)]
@@ -148,7 +148,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
 
 
 def copied(run_dir, into):
-    """What of a finished run is kept as data."""
+    """Copy the files of a finished run that are kept as data. Return the copy of its metrics."""
     copy = into / run_dir.parent.name / run_dir.name
     copy.mkdir(parents=True)
     for name in ("config.json", "metrics.jsonl", "evals.jsonl"):
@@ -157,7 +157,7 @@ def copied(run_dir, into):
 
 
 def until_unlocked(path):
-    """The lock of an orphan that was killed is held until the last of its threads is gone, its main thread before."""
+    """Wait for the lock of a killed orphan, which its last thread holds even after the main thread has ended."""
     while True:
         try:
             return check_unlocked(path, "is at work")
@@ -167,7 +167,7 @@ def until_unlocked(path):
 
 @pytest.fixture
 def changed(study_file, tmp_path):
-    """The same study but for one variant."""
+    """Return the file of the same study with one variant changed."""
     path = tmp_path / "changed.toml"
     text = study_file.read_text().replace('base = "', f'base = "{study_file.parent}/')
     path.write_text(text.replace('"centered"', '"rloo"'))
@@ -184,8 +184,8 @@ def test_a_study_whose_settings_have_changed_is_refused(changed, whole, capsys):
     assert recipe.read_text() == before, "a refused study leaves everything as it was"
 
 
-def test_recipes_of_variants_that_are_left_out_stay_as_they_are(changed, whole):
-    """They are what their runs were made with."""
+def test_recipes_of_variants_left_out_do_not_change(changed, whole):
+    """They record the settings of their runs."""
     recipe = whole[0] / "centered" / "recipe.json"
     before = recipe.read_text()
     assert study(changed, "--into", whole[0], "--only", "grpo") == 0
@@ -197,8 +197,8 @@ def test_a_finished_study_has_nothing_to_do(study_file, whole, capsys):
     assert capsys.readouterr().out == f"2 runs in {whole[0]}: 2 done, 0 to go\n"
 
 
-def test_no_file_of_the_working_directory_is_taken_for_a_module_of_python(tmp_path, monkeypatch):
-    """Not even for one that Python needs to find the package: the run ends with a mistake of its own."""
+def test_files_in_the_working_directory_do_not_shadow_python_modules(tmp_path, monkeypatch):
+    """This includes a module that Python needs to find the package: the run ends with its own error message."""
     (tmp_path / "contextlib.py").write_text("raise SystemExit(7)")
     (tmp_path / "grpo").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -217,8 +217,8 @@ esac
 
 
 @pytest.mark.slow
-def test_a_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, tmp_path, capsys, monkeypatch):
-    """Trained by a program that fails for one variant, and copies the run that the other asks for."""
+def test_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, tmp_path, capsys, monkeypatch):
+    """A stand-in for Python fails for one variant and copies a finished run for the other."""
     program = tmp_path / "python"
     program.write_text(STAND_IN.format(run_dir=StudyRun(whole[0], "centered", 0).run_dir))
     program.chmod(0o755)
@@ -233,7 +233,7 @@ def test_a_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, 
 
 
 @pytest.mark.parametrize(("statuses", "verdict"), [([], 0), ([2, 2], 2), ([2, 1], 1), ([-9], 1), ([0], 1)])
-def test_the_exit_status_is_that_of_what_failed(tmp_path, statuses, verdict):
+def test_exit_status_follows_the_failed_runs(tmp_path, statuses, verdict):
     cells = [StudyRun(tmp_path, "grpo", seed) for seed in range(len(statuses))]
     (tmp_path / "grpo").mkdir()
     for cell in cells:
@@ -241,13 +241,13 @@ def test_the_exit_status_is_that_of_what_failed(tmp_path, statuses, verdict):
     assert runner.report_failures(dict(zip(cells, statuses, strict=True))) == verdict
 
 
-def test_a_file_in_the_way_is_a_mistake(study_file, tmp_path, capsys):
+def test_file_in_place_of_the_output_folder_exits_2(study_file, tmp_path, capsys):
     (tmp_path / "file").touch()
     for into in (tmp_path / "file", tmp_path / "file" / "into"):
         assert study(study_file, "--into", into) == 2
         assert "choose another path" in capsys.readouterr().err
 
 
-def test_no_run_at_once_is_a_mistake(study_file, tmp_path, capsys):
+def test_zero_jobs_exits_2(study_file, tmp_path, capsys):
     assert study(study_file, "--into", tmp_path / "into", "--jobs", "0") == 2
     assert "--jobs 0 must be at least 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tasks with a task inside, as a study sees them: dataclasses with a field named `task`."""
+"""Tasks that wrap another task: dataclasses with a field named `task`."""
 
 from dataclasses import dataclass, field
 from typing import Any

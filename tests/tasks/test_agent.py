@@ -1,4 +1,4 @@
-"""The task of agents, and runs in which one is trained, evaluated and resumed through the command line's own path."""
+"""Test the agent task, and train, evaluate and resume with it through the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(**outcome):
     return Completion((1,), (0.0,), "12x", True, outcome=ConversationOutcome(**outcome))
 
 
-def test_what_the_agent_returns_is_the_reward():
+def test_return_value_of_the_agent_is_the_reward():
     task = Agent(run=SOLVE, data="a.jsonl")
     reward = task.reward(Prompt("p", "say"), said(reward=0.25))
     assert (reward.value, reward.is_continuous, reward.error) == (0.25, True, "")
@@ -38,7 +38,7 @@ def test_what_the_agent_returns_is_the_reward():
     assert not task.environment_spec.has_rewards
 
 
-def test_other_terms_stand_beside_it_or_in_its_place():
+def test_other_terms_add_to_the_reward_of_the_agent_or_replace_it():
     task = Agent(run=SOLVE, data="a.jsonl", rewards=(RewardTerm("exact", weight=0.5),))
     assert task.environment_spec.has_rewards
     prompt = Prompt("p", "say", "12x")
@@ -49,7 +49,7 @@ def test_other_terms_stand_beside_it_or_in_its_place():
     assert weighed.reward(prompt, said(reward=2.0)).value == pytest.approx(1.2)
 
 
-def test_where_the_agent_has_failed_no_term_grades():
+def test_no_term_grades_a_failed_agent():
     for terms in ((), (RewardTerm("exact"),)):
         reward = Agent(run=SOLVE, data="a.jsonl", rewards=terms).reward(Prompt("p", "say", "12x"), said(error="lost"))
         assert reward.failed
@@ -66,12 +66,12 @@ def test_where_the_agent_has_failed_no_term_grades():
         ({"run": f"{FILE}:TOOLS"}, "is a list: name a function"),
     ],
 )
-def test_a_mistake_is_one_line(settings, told):
+def test_invalid_settings_raise_an_error(settings, told):
     with pytest.raises(Exception, match=re.escape(told)):
         Agent(**{"run": SOLVE, "data": "a.jsonl", **settings})
 
 
-def test_a_command_is_what_names_no_function():
+def test_run_that_names_no_function_is_a_command():
     functions = ("agent.py:solve", "package.agent:solve", f"{FILE}:solve")
     commands = ("python agent.py", "./agent", "python agent.py --at 127.0.0.1:8000", "docker run agent:latest")
     assert [AgentSpec(run).load_function() for run in commands] == [None] * 4
@@ -83,7 +83,9 @@ def test_a_command_is_what_names_no_function():
 
 @pytest.fixture
 def trained(recipe, tmp_path):
-    """A recipe with agents of two kinds: some rewrite their history, others answer or fail as their rows say."""
+    """Return a recipe with two kinds of agents: some rewrite their history, others answer or fail as their rows
+    specify.
+    """
     kinds = ("talks", "rewrites", "draws", "raises")
     rows = [{"question": f"{'ab'[n % 2]}{n}+", "does": kinds[n % 4], "turns": 2} for n in range(24)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -97,7 +99,7 @@ def trained(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained, tmp_path, monkeypatch, undisturbed):
+def test_agent_is_trained_and_a_resumed_run_gives_identical_results(trained, tmp_path, monkeypatch, undisturbed):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--policy.deterministic"]
     whole, killed = undisturbed(trained, *settings), tmp_path / "killed"
     steps = records(whole / "metrics.jsonl")
@@ -124,7 +126,7 @@ def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained,
 
 
 @pytest.mark.slow
-def test_a_model_is_evaluated_by_an_agent_that_is_a_command(trained, model_dir, tmp_path, capsys):
+def test_model_is_evaluated_by_an_agent_command(trained, model_dir, tmp_path, capsys):
     command = shlex.join([sys.executable, str(FILE)])
     text = trained.read_text().replace(SOLVE, command)
     trained.write_text(text)

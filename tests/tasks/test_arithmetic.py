@@ -15,7 +15,7 @@ def completion(text):
 
 
 def problems(task, step=0, n=64):
-    """The (a, operator, b) that a person reads in the prompts."""
+    """Return the (a, operator, b) of each problem, parsed from the prompts."""
     questions = [PATTERN.fullmatch(prompt.question) for prompt in task.sample(step, n)]
     return [(int(m[1]), m[2], int(m[3])) for m in questions if m]
 
@@ -44,14 +44,14 @@ def test_the_gold_answer_scores_1_and_garbage_does_not(digits):
 
 
 @pytest.mark.parametrize(("digits", "low", "high"), [(1, 0, 9), (2, 10, 99), (3, 100, 999)])
-def test_operands_have_exactly_that_many_digits(digits, low, high):
+def test_operands_have_the_configured_number_of_digits(digits, low, high):
     operands = [x for a, _, b in problems(Arithmetic(digits=digits), n=2000) for x in (a, b)]
     assert low <= min(operands) <= low + (high - low) // 20
     assert high - (high - low) // 20 <= max(operands) <= high
 
 
 @pytest.mark.parametrize(("digits", "count"), [(1, 55), (2, 4095)])
-def test_splits_share_no_pair_and_leave_none_out(digits, count):
+def test_splits_share_no_pair_and_cover_all_pairs(digits, count):
     train = pairs(Arithmetic(digits=digits))  # 13,000 problems are more than either split holds
     test = pairs(Arithmetic(digits=digits, split="test"))
     assert train.isdisjoint(test)
@@ -64,7 +64,7 @@ def test_splits_of_drawn_problems_share_no_pair():
     assert pairs(train, n=3000).isdisjoint(pairs(test, n=3000))
 
 
-def test_a_held_out_pair_is_held_out_in_both_orders_under_every_operator():
+def test_held_out_pairs_are_held_out_in_both_orders_and_every_operator():
     test = set(problems(Arithmetic(split="test", operators=("+", "-", "*")), n=1000))
     assert {(b, operator, a) for a, _, b in test for operator in "+-*"} == test
 
@@ -97,18 +97,18 @@ def test_a_used_up_split_starts_again():
 
 
 @pytest.mark.slow
-def test_a_large_split_can_be_used_up_too():
+def test_large_split_starts_again_when_used_up():
     n = 10_000  # more than the test split of three digits holds
     sampled = problems(Arithmetic(digits=3, operators=("+",), split="test", test_share=0.01), n=n)
     assert len(sampled) == n
     assert 7_000 < len(set(sampled)) < n
 
 
-def test_ids_name_split_step_and_place():
+def test_ids_name_split_step_and_position():
     assert [prompt.id for prompt in Arithmetic(split="test").sample(4, 2)] == ["test/4/0", "test/4/1"]
 
 
-def test_braces_of_the_template_survive():
+def test_other_braces_in_the_template_are_kept():
     (prompt,) = Arithmetic(template=r"{a}{operator}{b} in \boxed{}").sample(0, 1)
     assert prompt.question.endswith(r" in \boxed{}")
 
@@ -133,7 +133,7 @@ def test_bad_settings_are_refused_in_one_line(settings, says):
     assert says in str(caught.value)
 
 
-def test_it_is_its_own_config_section():
+def test_task_is_its_own_config_section():
     config = create_model("Config", __config__={"extra": "forbid"}, task=(Arithmetic, ...))
     section = {"name": "arithmetic", "digits": 2, "operators": ["-"]}
     assert config.model_validate({"task": section}).task == Arithmetic(digits=2, operators=("-",))
@@ -151,15 +151,15 @@ def test_it_is_its_own_config_section():
         (3, "-", 4, "3 - 4 = -1"),
     ],
 )
-def test_the_working_goes_by_tens_and_ones(a, operator, b, said):
+def test_working_splits_operands_into_tens_and_ones(a, operator, b, said):
     assert write_working(a, operator, b) == said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operators", [("+",), ("-",), ("*",)])
 @pytest.mark.parametrize("digits", [1, 2, 3])
-def test_every_equation_of_a_working_is_true_and_the_last_gives_the_answer(digits, operators):
-    """Read back by Python, for every sum and difference of two digits among them."""
+def test_equations_of_a_working_are_true_and_the_last_gives_the_answer(digits, operators):
+    """Python evaluates each equation. With two digits this covers every sum and difference."""
     task = Arithmetic(digits=digits, operators=operators)
     for prompt in task.sample(0, 8100 if digits == 2 else 100):
         steps = task.working(prompt).split(", ")

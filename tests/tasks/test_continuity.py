@@ -18,7 +18,7 @@ def completion(text):
 
 
 def solve(prompt):
-    """A completion that earns every part."""
+    """Return a completion that earns every part of the reward."""
     f = PiecewiseProblem(**prompt.columns["pieces"])
     at_right, at_left = f.m * f.right + f.q, f.m * f.left + f.q
     sign = "+" if f.p >= 0 else "-"
@@ -98,8 +98,8 @@ def test_parts_by_hand(text, parts):
     assert graded(text) == pytest.approx(sum(PARSED_WEIGHTS[name] for name in found))
 
 
-def test_strings_that_the_literal_form_takes_for_answers():
-    """The published examples of how it is cheated."""
+def test_literal_grading_accepts_known_cheats():
+    """The strings are the published examples of how literal grading is cheated."""
     cheat = r"continuous x=2 a=-3 -7=-4-b b=3 so \boxed{99}"
     assert graded(cheat, grading="literal") == 1.0
     assert graded(cheat) < 0.7
@@ -109,7 +109,7 @@ def test_strings_that_the_literal_form_takes_for_answers():
     assert graded("the answer is 10") == graded("a+b=0.5") == graded("b=30, a=-39") == 0.0
 
 
-def test_nothing_replaces_the_answer():
+def test_other_parts_do_not_replace_the_answer():
     assert sum(PARSED_WEIGHTS.values()) == pytest.approx(1.0)
     task = Continuity()
     [prompt] = task.sample(0, 1)
@@ -132,7 +132,7 @@ def test_the_gold_answer_scores_1_and_garbage_does_not(settings):
 
 
 def test_every_problem_of_the_family_is_continuous():
-    """By the three pieces themselves, at both joins."""
+    """Evaluate the three pieces at both joins."""
     for f in list_problems("train", 0.2) + list_problems("test", 0.2):
         assert f.a * f.right + f.p == f.m * f.right + f.q
         assert f.k * f.left - f.b == f.m * f.left + f.q
@@ -148,7 +148,7 @@ def test_the_splits_of_the_family_share_no_problem():
     assert questions.isdisjoint(f.format_question() for f in test)
 
 
-def test_the_question_is_that_of_the_description():
+def test_default_question_is_the_original_problem():
     [prompt] = Continuity().sample(0, 1)
     for piece in ("ax + 3 for x > 2", "x - 5 for -2 <= x <= 2", "2x - b for x < -2"):
         assert piece in prompt.question
@@ -165,11 +165,11 @@ def test_sampling_is_a_function_of_seed_split_and_step():
 @pytest.mark.parametrize(
     ("text", "value"), [("", None), ("a + b = -3 + 3 = 0", 0), ("b + a = 4", 4), ("\\boxed{a + b = 7}", 7)]
 )
-def test_the_final_answer_is_the_last_that_is_stated(text, value):
+def test_final_answer_is_the_last_one_stated(text, value):
     assert extract_final_answer(text, extract_equations(text)) == value
 
 
-def test_settings_that_make_no_task_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ValueError, match="literal"):
         Continuity(grading="literal", problems="family")
     with pytest.raises(ValueError, match="test_share"):

@@ -35,7 +35,7 @@ def graded(text, numbers=(3, 5, 2), target=13, **settings):
         ("13", 0.0),
         ("3 * 5 - 2.0", 0.0),
         ("3 * 5 - 2 + 0", 0.0),
-        ("3 * 5 - 2 = 14", 1.0),  # what stands behind the equals sign is not the expression
+        ("3 * 5 - 2 = 14", 1.0),  # text after the equals sign is not part of the expression
         ("The answer is 3 * 5 - 2", 0.0),
         ("", 0.0),
         ("3 / (5 - 5) + 2", 0.0),
@@ -65,7 +65,7 @@ def test_grades_by_hand(text, value):
         "-11 * (1 - 14)",
     ],
 )
-def test_the_same_expression_in_other_dress(text):
+def test_other_notations_of_the_same_expression_score_1(text):
     assert graded(text, (14, 1, 11), 143) == 1.0
 
 
@@ -91,8 +91,8 @@ def test_the_same_expression_in_other_dress(text):
         r"\boxed{11 * (14 - 1)} no, \boxed{\frac{143}{1}}",
     ],
 )
-def test_every_constant_counts_and_is_written_in_digits(text):
-    """The first of these earned 1 for any question: only whole numbers were counted, and all were computed with."""
+def test_expressions_with_other_constants_or_operators_score_zero(text):
+    """The first text once earned 1 for any question, because the check counted whole numbers only."""
     assert graded(text, (14, 1, 11), 143) == 0.0
 
 
@@ -101,7 +101,7 @@ SCRAPS = [*"0123 .()+-*/=_~", "0.0*", "+0", "-0.5", "e0", "E0", "**1", "//1", "1
 
 @st.composite
 def nearly_right(draw):
-    """An expression of the three numbers, and up to three scraps of something else anywhere in it."""
+    """Draw an expression of the three numbers with up to three scraps inserted anywhere."""
     text = draw(st.sampled_from(["3*5-2", "3+2*5", "(5*3)-2", "2-(-3*5)-4", "3+5+2", "5-2*3"]))
     for scrap in draw(st.lists(st.sampled_from(SCRAPS), max_size=3)):
         place = draw(st.integers(0, len(text)))
@@ -110,8 +110,8 @@ def nearly_right(draw):
 
 
 @given(nearly_right())
-def test_whatever_earns_anything_is_made_of_exactly_the_given_numbers(text):
-    """By another reader than the grader's: the runs of digits of the side that counts, computed by Python."""
+def test_rewarded_expressions_use_exactly_the_given_numbers(text):
+    """Check against an independent reader: Python counts the runs of digits and evaluates the expression."""
     value = graded(text)
     if value:
         side = extract_expression(text)
@@ -129,7 +129,7 @@ def test_the_format_reward_is_a_setting():
 
 
 @pytest.mark.parametrize("numbers", [2, 3, 4, 6])
-def test_the_gold_answer_scores_1_and_uses_what_is_given(numbers):
+def test_gold_answer_scores_1_and_uses_the_given_numbers(numbers):
     task = Countdown(numbers=numbers)
     for prompt in task.sample(0, 50):
         reward = task.reward(prompt, completion(prompt.columns["solution"]))
@@ -158,7 +158,7 @@ def test_sampling_is_a_function_of_seed_split_and_step():
         assert [p.question for p in one] != [p.question for p in other]
 
 
-def test_a_random_expression_keeps_its_brackets_apart():
+def test_random_expressions_have_balanced_brackets():
     for seed in range(50):
         text, _ = generate_expression([2, 3, 4, 5], Random(seed))
         depth = 0
@@ -168,7 +168,7 @@ def test_a_random_expression_keeps_its_brackets_apart():
         assert depth == 0
 
 
-def test_where_the_expression_is():
+def test_expression_is_extracted_from_the_text():
     assert extract_expression("a\n\n 1 + 2 = 3 \n ") == "1 + 2"
     assert extract_expression("\\boxed{1} \\boxed{2 * 3}") == "2 * 3"
     assert extract_expression("") == ""
@@ -178,6 +178,6 @@ def test_where_the_expression_is():
     "settings",
     [{"numbers": 1}, {"numbers": 7}, {"largest": 4}, {"format_reward": 1.0}, {"test_share": 0.0}, {"template": "?"}],
 )
-def test_settings_that_make_no_task_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Countdown(**settings)

@@ -1,4 +1,4 @@
-"""The order of questions, on a task whose questions have known accuracies."""
+"""Test the order of a curriculum's questions, on a task with known accuracies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = 4
 
 @dataclass(frozen=True)
 class Numbered:
-    """Question q of the pool is answered rightly q times in four."""
+    """A task whose question q has the text str(q)."""
 
     seed: int = 0
     split: str = "train"
@@ -32,7 +32,7 @@ class Numbered:
 
 
 def answered(prompts, right=lambda q: q % (GROUP + 1), **group):
-    """Groups in which `right(q)` of four answers are right."""
+    """Return groups of four answers, of which `right(q)` are correct."""
     return [
         Group(
             prompt,
@@ -46,7 +46,7 @@ def answered(prompts, right=lambda q: q % (GROUP + 1), **group):
 
 
 def walk(task, steps, n, right=lambda q: q % (GROUP + 1), first=0):
-    """The questions asked in each step."""
+    """Return the questions asked in each step."""
     asked = []
     for step in range(first, first + steps):
         prompts = task.sample(step, n)
@@ -60,8 +60,8 @@ def graded(prompt, *rewards):
     return Group(prompt, (0,), (answer,) * len(rewards), rewards)
 
 
-def test_a_group_that_teaches_does_not_rest_though_none_of_it_is_right():
-    """A tenth of a point for the form: wrong answers that are not alike."""
+def test_group_with_mixed_rewards_does_not_rest_even_if_none_is_correct():
+    """The group earns a tenth of a point for format, so its wrong answers differ in reward."""
     task = Curriculum(Numbered(), pool=4)
     one, other = task.sample(0, 2)
     tried, failed = Reward(0.1, correct=False), Reward(0.0, correct=False)
@@ -71,7 +71,7 @@ def test_a_group_that_teaches_does_not_rest_though_none_of_it_is_right():
 
 
 @pytest.mark.parametrize("order", ["running", "described"])
-def test_rewards_that_failed_measure_nothing(order):
+def test_failed_rewards_do_not_count_toward_accuracy(order):
     task = Curriculum(Numbered(), pool=4, order=order)
     one, other = task.sample(0, 2)
     lost, right = Reward(float("nan"), error="no reward within 10 s"), Reward(1.0)
@@ -80,7 +80,7 @@ def test_rewards_that_failed_measure_nothing(order):
     assert len(task.curriculum_state.left) == 2, "it counts as asked"
 
 
-def test_conversations_that_end_alike_are_different_questions():
+def test_conversations_with_equal_last_messages_are_different_questions():
     @dataclass(frozen=True)
     class Chats(Numbered):
         def sample(self, step, n):
@@ -92,12 +92,12 @@ def test_conversations_that_end_alike_are_different_questions():
     assert len({prompt.key for prompt in task.sample(0, 4)}) == 4
 
 
-def test_as_described_the_second_epoch_goes_from_easy_to_hard_and_all_later_ones_like_it():
+def test_described_order_goes_from_easy_to_hard_from_the_second_epoch_on():
     task = Curriculum(Numbered(), pool=10, order="described")
     first = walk(task, 5, 2)
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     second = walk(task, 5, 2, first=5)
-    # Right 4 of 4: 4 and 9; 3 of 4: 3 and 8; and so on, equals in the order of the pool.
+    # 4 and 9 are right 4 times of 4, 3 and 8 are right 3 times, and so on. Ties keep the order of the pool.
     assert second == [[4, 9], [3, 8], [2, 7], [1, 6], [0, 5]]
     reversed_since = [walk(task, 5, 2, right=lambda q: GROUP - q % (GROUP + 1), first=step) for step in (10, 15, 20)]
     assert reversed_since == [second] * 3, "measured once"
@@ -122,19 +122,19 @@ def test_questions_without_signal_rest_and_come_back():
     assert {q for step in third for q in step} == set(range(10)) - {9}, "9 was dead in step 4, which is 4 steps ago"
 
 
-def test_rest_for_good():
+def test_zero_rest_lets_dead_questions_rest_forever():
     task = Curriculum(Numbered(), pool=10, rest=0)
     walk(task, 5, 2)
     assert not {0, 4, 5, 9} & {q for step in walk(task, 60, 2, first=5) for q in step}
 
 
-def test_where_everything_is_dead_everything_is_asked():
+def test_all_questions_are_asked_if_all_are_dead():
     task = Curriculum(Numbered(), pool=4, rest=0)
     asked = walk(task, 8, 2, right=lambda q: 0)
     assert sorted(q for step in asked for q in step) == sorted([0, 1, 2, 3] * 4)
 
 
-def test_a_question_that_has_signal_again_is_awake():
+def test_question_with_signal_again_stops_resting():
     task = Curriculum(Numbered(), pool=4, window=1, rest=0)
     walk(task, 2, 2, right=lambda q: 0)
     walk(task, 2, 2, right=lambda q: 2 if q < 2 else 0, first=2)
@@ -142,7 +142,7 @@ def test_a_question_that_has_signal_again_is_awake():
     assert [sorted(step) for step in asked] == [[0, 1], [0, 1]]
 
 
-def test_within_a_window_the_order_is_shuffled_and_no_further():
+def test_questions_are_shuffled_only_within_the_window():
     task = Curriculum(Numbered(), pool=40, window=8)
     asked = [q for step in walk(task, 20, 2) for q in step]
     assert sorted(asked) == list(range(40))
@@ -151,7 +151,7 @@ def test_within_a_window_the_order_is_shuffled_and_no_further():
     assert max(places) < 8
 
 
-def test_an_epoch_misses_no_question_and_its_end_is_filled_up():
+def test_epoch_asks_every_question_and_its_last_step_is_filled_up():
     task = Curriculum(Numbered(), pool=7, window=1)
     asked = walk(task, 3, 3)
     assert [len(set(step)) for step in asked] == [3, 3, 3]
@@ -159,8 +159,8 @@ def test_an_epoch_misses_no_question_and_its_end_is_filled_up():
 
 
 @pytest.mark.parametrize("order", ["running", "described"])
-def test_no_round_of_a_step_asks_what_another_asks(order):
-    """At the end of an epoch too, where 4 of 40 are left."""
+def test_rounds_of_a_step_share_no_question(order):
+    """This also holds at the end of an epoch, when 4 of the 40 questions are left."""
     task = Curriculum(Numbered(), pool=40, order=order)
     for before in (0, 9):
         walk(task, before, 4)
@@ -170,7 +170,7 @@ def test_no_round_of_a_step_asks_what_another_asks(order):
         assert task.sample(step, 8) == rounds[0], "asking changes nothing"
 
 
-def test_what_rests_fills_up_an_epoch_only_where_nothing_else_is_there():
+def test_resting_questions_are_used_only_if_the_others_do_not_suffice():
     task = Curriculum(Numbered(), pool=10, window=1, rest=0)
     walk(task, 5, 2)
     awake = {1, 2, 3, 6, 7, 8}
@@ -178,12 +178,12 @@ def test_what_rests_fills_up_an_epoch_only_where_nothing_else_is_there():
     assert {q for step in walk(task, 1, 8, first=35) for q in step} > awake
 
 
-def test_a_pool_smaller_than_a_step_is_refused_with_the_mend():
+def test_pool_smaller_than_a_step_is_refused_with_a_fix():
     with pytest.raises(UserError, match=r"holds 4 .* needs 5.*task\.pool"):
         Curriculum(Numbered(), pool=4).sample(0, 5)
 
 
-def test_a_question_counts_once_however_often_the_task_gives_it():
+def test_repeated_questions_of_the_task_count_once():
     @dataclass(frozen=True)
     class Few(Numbered):
         def sample(self, step, n):
@@ -194,7 +194,7 @@ def test_a_question_counts_once_however_often_the_task_gives_it():
     assert task.state()["epoch"] == 1
 
 
-def test_a_state_of_a_larger_pool_is_cut():
+def test_state_of_a_larger_pool_is_cut():
     large, small = Curriculum(Numbered(), pool=40), Curriculum(Numbered(), pool=8)
     walk(large, 3, 8)
     small.load_state(json.loads(json.dumps(large.state())))
@@ -202,7 +202,7 @@ def test_a_state_of_a_larger_pool_is_cut():
     walk(small, 4, 4, first=3)
 
 
-def test_described_measures_a_question_when_it_is_first_answered_without_a_prefix():
+def test_described_order_measures_only_the_first_answers_without_prefix():
     task = Curriculum(Numbered(), pool=2, order="described")
     task.observe(0, answered(task.sample(0, 2), demonstration=(1, 2, 3)))
     walk(task, 1, 2, right=lambda q: q, first=1)
@@ -210,7 +210,7 @@ def test_described_measures_a_question_when_it_is_first_answered_without_a_prefi
     assert task.state()["accuracy"] == {0: 0.0, 1: 0.25}
 
 
-def test_the_state_goes_through_json_and_goes_on_as_if_nothing_had_been():
+def test_resumed_state_gives_the_same_questions():
     whole, saved, resumed = (Curriculum(Numbered(), pool=12, rest=3) for _ in range(3))
     walk(whole, 7, 4)
     walk(saved, 7, 4)
@@ -219,7 +219,7 @@ def test_the_state_goes_through_json_and_goes_on_as_if_nothing_had_been():
     assert walk(resumed, 9, 4, first=7) == walk(whole, 9, 4, first=7)
 
 
-def test_a_group_that_was_given_a_prefix_is_asked_but_not_measured():
+def test_group_with_a_prefix_is_asked_but_not_measured():
     task = Curriculum(Numbered(), pool=4)
     metrics = task.observe(0, answered(task.sample(0, 2), demonstration=(1, 2, 3)))
     assert task.state()["accuracy"] == {}
@@ -228,7 +228,7 @@ def test_a_group_that_was_given_a_prefix_is_asked_but_not_measured():
     assert metrics == {"curriculum/epoch": 0.0, "curriculum/accuracy": 0.0, "curriculum/resting": 0.0}
 
 
-def test_it_reports_what_it_knows():
+def test_curriculum_reports_its_metrics():
     task = Curriculum(Numbered(), pool=10)
     for step in range(5):
         metrics = task.observe(step, answered(task.sample(step, 2)))
@@ -236,12 +236,12 @@ def test_it_reports_what_it_knows():
     assert metrics == {"curriculum/epoch": 1.0, "curriculum/accuracy": 0.5, "curriculum/resting": 0.4}
 
 
-def test_held_out_questions_are_the_task_s_own():
+def test_held_out_questions_come_from_the_inner_task():
     assert Curriculum(Numbered()).with_split("test") == Numbered(split="test")
     assert Curriculum(Numbered(split="test")).with_split("train") == Curriculum(Numbered())
 
 
-def test_two_curricula_share_no_memory():
+def test_two_curricula_share_no_state():
     one = Curriculum(Numbered(), pool=4)
     walk(one, 1, 2)
     assert replace(one).sample(0, 2) != one.sample(1, 2)
@@ -254,7 +254,7 @@ def test_settings_out_of_range_are_refused(wrong):
         Curriculum(Numbered(), **wrong)
 
 
-def test_prefixes_belong_outside():
+def test_curriculum_cannot_wrap_prefixed_or_curriculum():
     with pytest.raises(ValueError, match="around it"):
         Curriculum(Prefixed(Numbered()))
     with pytest.raises(ValueError, match="around it"):

@@ -64,12 +64,12 @@ def gsm8k(write):
     return Dataset(data=write(rows), test_data=write(held_out, "test.jsonl"), answer_pattern="#### (.+)")
 
 
-def test_answers_are_cut_out_by_the_pattern(gsm8k):
+def test_answers_are_extracted_by_the_pattern(gsm8k):
     answers = {prompt.question: prompt.answer for prompt in gsm8k.sample(0, 3)}
     assert answers == dict(zip([q for q, _ in GSM8K], ["1,080", "48", "-2"], strict=True))
 
 
-def test_the_right_number_scores_however_it_is_written(gsm8k):
+def test_right_number_scores_in_every_notation(gsm8k):
     prompt = next(prompt for prompt in gsm8k.sample(0, 3) if prompt.answer == "1,080")
     for right in ("1080", "1,080", "$1,080.00.", "12 * 90 = 1080", "#### 1,080"):
         assert gsm8k.reward(prompt, completion(right)).value == 1.0
@@ -118,7 +118,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(write):
     graded = task.reward(prompt, completion(prompt.answer, tokens=4))
     assert graded.parts == {"tagged": 0.0, "numeric": 1.0, "length": -0.5}
     assert graded.value == pytest.approx(0.95)
-    assert graded.is_correct  # although the value is below 1
+    assert graded.is_correct  # correct although the value is below 1
     wrong = task.reward(prompt, completion("<think></think><answer>0</answer>"))
     assert wrong.correct is False
 
@@ -137,7 +137,7 @@ def multitask(write, tmp_path):
     sys.modules.pop("multitask_rewards")
 
 
-def test_a_term_that_does_not_apply_is_left_out(multitask):
+def test_terms_that_do_not_apply_are_left_out(multitask):
     graded = {p.question: multitask.reward(p, completion("x")) for p in multitask.sample(0, 4)}
     assert (graded["math"].value, graded["math"].parts) == (6.0, {"math_reward": 3.0})
     assert (graded["code"].value, graded["code"].parts) == (10.0, {"code_reward": 5.0})
@@ -149,8 +149,8 @@ def test_a_term_that_does_not_apply_is_left_out(multitask):
 
 @pytest.fixture
 def scored_by_column(write, tmp_path):
-    """A function that returns the column `score`, and one that returns None for each completion."""
-    module = f"scores_{uuid4().hex}"  # of its own for each test: modules of one name are refused
+    """Return the specs of a function that returns the column `score`, and of one that returns None, and a data set."""
+    module = f"scores_{uuid4().hex}"  # a name for each test, because a second module with the same name is refused
     (tmp_path / f"{module}.py").write_text(
         "def scored(completions, score, **_):\n    return score\n"
         "def silent(completions, **_):\n    return [None for _ in completions]\n"
@@ -161,8 +161,8 @@ def scored_by_column(write, tmp_path):
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_a_term_of_weight_0_beside_the_others_changes_no_reward_and_no_advantage(scored_by_column, advantage):
-    """Rewards of 2, 1, None and None count as 2, 1, 1.5 and 1.5, whatever is logged beside them."""
+def test_terms_of_weight_zero_change_no_reward_and_no_advantage(scored_by_column, advantage):
+    """Rewards of 2, 1, None and None count as 2, 1, 1.5 and 1.5, with and without the logged terms."""
     term, task = scored_by_column
     logged = [RewardTerm("numeric", 0.0), RewardTerm("regex", 0.0, pattern="7")]
     found = []
@@ -179,7 +179,7 @@ def test_a_term_of_weight_0_beside_the_others_changes_no_reward_and_no_advantage
 
 
 @pytest.mark.parametrize(("weights", "value"), [((1.0, 1.0), 1.0), ((0.0, 1.0), 1.0), ((1.0, 0.0), None)])
-def test_where_the_deciding_term_returns_none_no_other_term_decides(scored_by_column, weights, value):
+def test_no_term_decides_if_the_deciding_term_returns_none(scored_by_column, weights, value):
     term, task = scored_by_column
     terms = (RewardTerm(term["silent"], weights[0]), RewardTerm("numeric", weights[1]))
     own = replace(task, rewards=terms, correct="silent")
@@ -194,12 +194,12 @@ def test_where_the_deciding_term_returns_none_no_other_term_decides(scored_by_co
     assert validate_reward(reward) == reward or value is None, "it comes back from a reward process as it is"
 
 
-def test_rewards_that_are_all_of_weight_0_are_refused(write):
+def test_rewards_with_only_zero_weights_are_refused(write):
     with pytest.raises(ValueError, match="every weight is 0"):
         Dataset(data=write(sums(2)), rewards=(RewardTerm("numeric", 0.0), RewardTerm("tagged", 0.0)))
 
 
-def test_every_row_is_seen_once_an_epoch_whatever_the_step_size(write):
+def test_every_row_is_seen_once_per_epoch_at_any_step_size(write):
     task = Dataset(data=write(sums(25)), test_share=0.2)
     walk = [question for step in range(15) for question in questions(task, 4, step)]
     assert len(set(walk)) == 20
@@ -241,19 +241,19 @@ def test_equal_questions_fall_into_the_same_split(write):
     assert everything(train).isdisjoint(everything(replace(train, split="test")))
 
 
-def test_what_both_files_hold_is_not_trained_on(write):
+def test_rows_in_both_files_are_not_trained_on(write):
     train = Dataset(data=write(sums(20)), test_data=write(sums(5), "test.jsonl"))
     assert everything(replace(train, split="test")) == {row["question"] for row in sums(5)}
     assert everything(train) == {row["question"] for row in sums(20)[5:]}
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99])
-def test_even_two_rows_make_two_splits(write, share):
+def test_two_rows_make_two_splits(write, share):
     task = Dataset(data=write(sums(2)), test_share=share)
     assert len(everything(task)) == len(everything(replace(task, split="test"))) == 1
 
 
-def test_the_template_takes_any_column_and_leaves_all_other_braces(write):
+def test_template_takes_any_column_and_keeps_other_braces(write):
     row = {"ask": r"Is \frac{a}{b} {answer}?", "unit": "{m}", "answer": "7", "none": None}
     template = r"{question} In {unit}{none}, as \boxed{} or {{x}}."
     task = Dataset(
@@ -268,14 +268,14 @@ def test_the_template_takes_any_column_and_leaves_all_other_braces(write):
     assert prompt.columns == row
 
 
-def test_a_plain_prompt_reaches_the_model_as_it_stands(write):
+def test_plain_prompt_reaches_the_model_unchanged(write):
     (prompt,) = Dataset(data=write(sums(5)), chat=False, template="Q: {question}\nA:").sample(0, 1)
     assert isinstance(prompt.text, str)
     assert prompt.text.startswith("Q: What is")
     assert prompt.text.endswith("\nA:")
 
 
-def test_a_column_of_messages_is_the_prompt(write):
+def test_message_column_becomes_the_prompt(write):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?", "name": None}]
     task = Dataset(data=write([{"chat": chat, "answer": "4"}, {"chat": chat[1:], "answer": "4"}]), messages="chat")
     texts = [prompt.text for split in ("train", "test") for prompt in replace(task, split=split).sample(0, 1)]
@@ -294,7 +294,7 @@ def test_a_column_of_messages_is_the_prompt(write):
         [{"role": "assistant", "content": "4"}],
     ],
 )
-def test_what_is_no_chat_that_ends_with_the_user_is_refused(write, chat):
+def test_invalid_chats_are_refused(write, chat):
     with pytest.raises(UserError, match=r'^[^\n]*line 1: column "chat" must look like [^\n]*$'):
         Dataset(data=write([{"chat": chat, "answer": "4"}]), messages="chat").sample(0, 1)
 
@@ -305,11 +305,11 @@ VERL = {
     "reward_model": {"style": "rule", "ground_truth": "4"},
     "extra_info": {"index": 0, "question": "2 + 2?", "steps": ["2 + 2", "4"]},
 }
-"""A row as verl's scripts write it into parquet."""
+"""A row as verl's scripts write it to Parquet."""
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
-def test_a_file_of_verl_is_read_as_it_is(tmp_path, suffix):
+def test_verl_files_are_read_unchanged(tmp_path, suffix):
     rows = [{**VERL, "prompt": [{"role": "user", "content": f"What is {n} + 2?"}]} for n in range(3)]
     path = tmp_path / f"train{suffix}"
     if suffix == ".parquet":
@@ -324,7 +324,7 @@ def test_a_file_of_verl_is_read_as_it_is(tmp_path, suffix):
     assert task.reward(prompt, completion("It is 4")).is_correct
 
 
-def test_any_column_may_be_nested_and_one_with_a_dot_in_its_name_comes_first(write):
+def test_columns_may_be_nested_and_names_with_a_dot_take_precedence(write):
     row = {"a": {"b": "inside", "c": ["zero", {"d": "deep"}]}, "a.b": "outside", "answer": 4}
     task = Dataset(data=write([row, {**row, "a.b": "other"}]), template="{a.b} {a.c.0} {a.c.1.d}", rewards=NUMERIC)
     assert questions(task, 1)[0].split()[1:] == ["zero", "deep"]
@@ -335,7 +335,7 @@ def test_any_column_may_be_nested_and_one_with_a_dot_in_its_name_comes_first(wri
 
 
 @pytest.mark.parametrize("column", ["reward_model.ground_truht", "reward_model", "reward_model.ground_truth.x"])
-def test_a_nested_column_that_is_missing_is_told_with_those_there_are(write, column):
+def test_missing_nested_column_error_names_the_existing_columns(write, column):
     row = {**VERL, "reward_model": {"ground_truth": "4"}} if "." in column else {"question": "2 + 2?", "rewards": {}}
     with pytest.raises(UserError) as caught:
         Dataset(data=write([row]), answer=column, template="2 + 2?").sample(0, 1)
@@ -346,7 +346,7 @@ def test_a_nested_column_that_is_missing_is_told_with_those_there_are(write, col
         assert "extra_info.index, extra_info.question" in message
 
 
-def test_a_content_may_be_a_list_of_texts(write):
+def test_message_content_may_be_a_list_of_texts(write):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
     as_parts = {"chat": [{"role": "user", "content": parts}], "answer": "4"}
     as_text = {"chat": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}
@@ -358,14 +358,14 @@ def test_a_content_may_be_a_list_of_texts(write):
     assert len(holders) == 1, "the same question is in one split"
 
 
-def test_a_picture_is_told(write):
+def test_image_content_is_refused(write):
     content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
     task = Dataset(data=write([{"chat": [{"role": "user", "content": content}], "answer": "4"}]), messages="chat")
     with pytest.raises(UserError, match=r'line 1: column "chat" holds a part of type "image": only text can be read$'):
         task.sample(0, 1)
 
 
-def test_several_files_are_one_data_set_and_others_may_be_held_out(write, tmp_path):
+def test_several_files_form_one_data_set_and_others_may_be_held_out(write, tmp_path):
     write(sums(3), "a.jsonl")
     write([{"question": f"What is {i} + 1?", "answer": i + 1} for i in range(3, 6)], "b.jsonl")
     write(sums(1), "held.jsonl")
@@ -375,10 +375,10 @@ def test_several_files_are_one_data_set_and_others_may_be_held_out(write, tmp_pa
     assert questions(replace(task, split="test"), 1) == ["What is 0 + 1?"]
 
 
-def test_several_files_are_named_in_a_recipe_and_on_the_command_line(write, tmp_path):
+def test_several_files_can_be_given_in_recipe_and_on_command_line(write, tmp_path):
     write(sums(3), "a.jsonl")
     recipe = tmp_path / "own.toml"
-    first = str(tmp_path / "a.jsonl")  # it lies beside the recipe; what does not stays as it is
+    first = str(tmp_path / "a.jsonl")  # a file beside the recipe; other paths stay unchanged
     for data, is_ in (('"a.jsonl"', first), ('["a.jsonl", "b/*.jsonl"]', (first, "b/*.jsonl"))):
         recipe.write_text(f'[task]\nname = "dataset"\ndata = {data}\n')
         cfg = config.load_config(recipe)
@@ -401,13 +401,13 @@ def test_a_list_of_gold_answers_means_any_of_them(write, name):
 
 
 @pytest.mark.parametrize("answers", [[], [None], ["", "7"], ["seven", "7"]])
-def test_a_list_with_a_gold_answer_that_cannot_be_read_is_named(write, answers):
+def test_unreadable_gold_answer_in_a_list_is_refused_with_its_line(write, answers):
     task = Dataset(data=write([{"question": str(i), "answer": answers if i else "7"} for i in range(3)]))
     with pytest.raises(UserError, match=r"data\.jsonl, line 2: the answer"):
         task.sample(0, 1)
 
 
-def test_gold_answers_that_are_solutions_are_cut_out_at_their_box(write):
+def test_gold_answers_are_extracted_from_the_box_of_a_solution(write):
     solution = r"We add $1 + 1$ and halve it. Thus the answer is $\boxed{\frac{2}{2}}$."
     for name in ("math", "numeric", "exact"):
         data = write([{"question": str(i), "solution": solution} for i in range(3)])
@@ -430,20 +430,20 @@ def test_gold_answers_that_are_solutions_are_cut_out_at_their_box(write):
         ("numeric", "seven", "holds no number"),
     ],
 )
-def test_a_gold_answer_that_a_reward_cannot_grade_by_is_named_by_file_and_line(write, name, answer, complaint):
+def test_gold_answer_that_a_reward_cannot_use_is_refused_with_its_line(write, name, answer, complaint):
     rows = [{"question": str(i), "answer": answer if i == 3 else str(i)} for i in range(5)]
     task = Dataset(data=write(rows), rewards=(RewardTerm(name),))
     with pytest.raises(UserError, match=rf"data\.jsonl, line 4: .*{complaint}"):
         task.sample(0, 1)
 
 
-def test_the_gold_answer_may_be_missing_where_no_term_needs_it(write):
+def test_gold_answer_may_be_missing_if_no_term_needs_it(write):
     task = Dataset(data=write([{"question": str(i)} for i in range(3)]), rewards=(RewardTerm("tagged"),))
     assert task.sample(0, 1)[0].answer == ""
 
 
-def test_the_same_seeds_draw_the_same_prompts_as_ever(write):
-    """By the digest that version 0.1.0 gave, when all prompts were in memory."""
+def test_seeds_draw_the_same_prompts_as_version_0_1_0(write):
+    """The digest is from version 0.1.0, which held all prompts in memory."""
     path = write([{"question": f"{i // 2} + {i % 7}?", "answer": str(i // 2 + i % 7)} for i in range(200)])
     drawn = hashlib.sha256()
     for split in ("train", "test"):
@@ -454,7 +454,7 @@ def test_the_same_seeds_draw_the_same_prompts_as_ever(write):
     assert drawn.hexdigest() == "042f7e9798700bb634674de0b67f9bb2c3b41d6cc2ccc59d0c10ed43d29b5438"
 
 
-def test_the_pickled_task_does_not_hold_the_data(write):
+def test_pickled_task_does_not_contain_the_data(write):
     task = Dataset(data=write(sums(2000)))
     task.sample(0, 4)
     assert len(pickle.dumps(task)) < 1000
@@ -462,7 +462,7 @@ def test_the_pickled_task_does_not_hold_the_data(write):
 
 
 @pytest.mark.slow
-def test_a_function_from_a_file_that_hangs_runs_in_the_sandbox(write, tmp_path):
+def test_hanging_reward_function_from_a_file_times_out(write, tmp_path):
     (tmp_path / "sandboxed_reward.py").write_text(
         "import time\n"
         "def boxed(completions, answer, **columns):\n"
@@ -479,7 +479,7 @@ def test_a_function_from_a_file_that_hangs_runs_in_the_sandbox(write, tmp_path):
     assert hung.error == "boxed: no reward within 2 s"
 
 
-def test_it_is_its_own_config_section(write):
+def test_task_is_its_own_config_section(write):
     config = create_model("Config", __config__={"extra": "forbid"}, task=(Dataset, ...))
     section = {"name": "dataset", "data": "x.jsonl", "rewards": [{"name": "exact"}, {"name": "length", "limit": 9}]}
     expected = Dataset(data="x.jsonl", rewards=(RewardTerm("exact"), RewardTerm("length", limit=9)))
@@ -530,7 +530,7 @@ def test_bad_settings_are_refused_in_one_line(settings, says):
         ({"question": "?", "answer": "a\nb 7"}, {"answer_pattern": "#### (.+)"}, 'is not found in "a b 7"'),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_are_located_in_one_line(write, row, settings, says):
+def test_rows_that_do_not_fit_are_reported_in_one_line_with_their_line(write, row, settings, says):
     path = write([{"question": "ok?", "answer": "#### 1", "qestion": "", "unit": ""}, row])
     with pytest.raises(UserError, match=r"^[^\n]+$") as caught:
         Dataset(data=path, **settings).sample(0, 1)
@@ -557,6 +557,6 @@ def test_a_gold_number_is_read_whole(write, gold, right, wrong):
     assert task.reward(prompt, completion(wrong)).value == 0.0
 
 
-def test_a_split_without_rows_is_named(write):
+def test_split_without_rows_raises_an_error(write):
     with pytest.raises(UserError, match=r"^[^\n]*no row is left for the test split[^\n]*$"):
         Dataset(data=write(sums(1)), split="test").sample(0, 1)

@@ -21,7 +21,7 @@ def graded(text, gold, **settings):
     [
         ("4", "4", 1 - 0.002, 1 - 0.002),
         ("4.", "4", 1 - 0.002, 1 - 0.002),
-        ("４！", "4", 1 - 0.002, -1 - 0.004),  # full width
+        ("４！", "4", 1 - 0.002, -1 - 0.004),  # fullwidth characters
         ("14", "4", -1 - 0.004, 1 - 0.004),
         ("czq是神", "czq是神！", 1 - 0.010, -1 - 0.010),
         ("CZQ 是神！", "czq是神！", 1 - 0.010, 1 - 0.012),
@@ -36,7 +36,7 @@ def test_grades_by_hand(text, gold, whole, literal):
     assert graded(text, gold, matching="literal") == pytest.approx(literal)
 
 
-def test_a_right_answer_is_worth_more_than_a_wrong_one_however_long_it_is():
+def test_right_answer_beats_a_wrong_one_at_any_length_unless_literal():
     gold = "x" * 5000
     assert graded(gold, gold) > graded("", gold)
     assert graded(gold, gold, matching="literal") < graded("", gold, matching="literal")
@@ -56,7 +56,7 @@ def test_the_gold_answer_is_right_and_garbage_is_not(split, matching, language):
 
 
 @pytest.mark.parametrize("language", ["zh", "en"])
-def test_all_four_come_round_before_any_comes_again_and_the_splits_share_no_question(language):
+def test_all_questions_come_before_any_repeats_and_splits_share_none(language):
     task = Expected(language=language)
     walk = [p.question for step in range(4) for p in task.sample(step, 3)]
     train, test = ({asked[i] for asked in QUESTIONS[language].values()} for i in (0, 1))
@@ -67,19 +67,19 @@ def test_all_four_come_round_before_any_comes_again_and_the_splits_share_no_ques
     assert task.sample(0, 1)[0].text[0]["role"] == "system"
 
 
-def test_two_ways_to_compare():
+def test_text_is_normalized_for_both_kinds_of_matching():
     assert normalize_text("Ｃzq 是\u3000神！") == "czq是神"
     assert normalize_literally(' "Hi", you! \n') == "hiyou"
     assert normalize_literally("是神！") == "是神！"
 
 
 @given(st.text(alphabet="a\u00e9e\u0301\u0323\u0316\uff21\u0f73\uac00 .", max_size=30))
-def test_ordinary_text_is_normalised_as_unicode_has_it(text):
+def test_text_is_normalized_by_nfkc_and_casefold(text):
     folded = unicodedata.normalize("NFKC", text).casefold()
     assert normalize_text(text) == "".join(c for c in folded if not c.isspace() and c != ".")
 
 
 @pytest.mark.parametrize("settings", [{"hit_reward": -1.0}, {"length_penalty": -0.1}])
-def test_settings_that_make_no_task_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Expected(**settings)

@@ -38,11 +38,11 @@ def test_values_by_hand(text, value):
     assert parse_linear(text) == LinearExpression(Fraction(value), {})
 
 
-def test_values_of_random_expressions_are_those_of_exact_arithmetic():
+def test_random_expressions_are_evaluated_exactly():
     rng = Random(0)
 
     def grown(depth):
-        """An expression and its value."""
+        """Return a random expression and its value."""
         if depth == 0:
             n = rng.randint(1, 20)
             return str(n), Fraction(n)
@@ -65,7 +65,7 @@ def test_values_of_random_expressions_are_those_of_exact_arithmetic():
         ("-x", 0, {"x": -1}),
     ],
 )
-def test_unknowns_have_factors(text, constant, of):
+def test_unknowns_have_coefficients(text, constant, of):
     assert parse_linear(text, "abx") == LinearExpression(Fraction(constant), {k: Fraction(v) for k, v in of.items()})
 
 
@@ -113,11 +113,11 @@ def test_unknowns_have_factors(text, constant, of):
         "ab",
     ],
 )
-def test_anything_else_is_no_expression(text):
+def test_invalid_expressions_are_not_parsed(text):
     assert parse_linear(text, "ab") is None
 
 
-def test_numbers_are_listed_as_often_as_they_stand_there():
+def test_repeated_numbers_are_listed_each_time():
     assert sorted(extract_numbers("3 * (3 + 10) - 4(2)")) == [2, 3, 3, 4, 10]
     assert extract_numbers("2.5 + 1") is None
     assert extract_numbers("2.0 + 1") is None
@@ -136,13 +136,15 @@ def test_numbers_are_listed_as_often_as_they_stand_there():
         (r"\frac" * 20, None),
     ],
 )
-def test_arithmetic_in_latex(text, value):
+def test_latex_arithmetic_is_parsed(text, value):
     assert parse_linear(convert_latex(text)) == (None if value is None else LinearExpression(Fraction(value), {}))
 
 
 @given(st.text(alphabet="0123456789. +-*/()eExXjJ_~abo\u00d7\u2212", max_size=30))
-def test_what_has_a_value_is_arithmetic_of_the_numbers_that_are_listed(text):
-    """By another reader: every run of digits is a number, and nothing else stands between them."""
+def test_parsed_expressions_use_only_the_listed_numbers(text):
+    """Check against an independent reader: every run of digits is a number, and only signs and spaces stand between
+    them.
+    """
     listed = extract_numbers(text)
     if parse_linear(text) is not None and listed is not None:
         plain_signs = text.replace("\u00d7", "*").replace("\u2212", "-")

@@ -1,4 +1,4 @@
-"""The tasks whose answers are conversations: what is asked, what is said, what it is worth."""
+"""Test the tasks whose answers are conversations: prompts, replies and rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.types import Completion, ConversationOutcome, PolicyTurn, Prompt, 
 
 
 def spoken(*messages):
-    """A conversation: the policy's texts, and behind a bar what a tool answered."""
+    """Return a conversation of the policy's texts. A text that starts with a bar is the reply of a tool."""
     told = [
         {"role": "tool", "name": "multiply", "content": text[1:]}
         if text.startswith("|")
@@ -22,7 +22,7 @@ def spoken(*messages):
 
 
 def played(number, *guesses, turns=4):
-    """What the game says to each guess."""
+    """Return the game's replies to the guesses."""
     game = Game()
     game.reset(number, turns)
     return [game.reply([{"role": "assistant", "content": text}]) for text in guesses]
@@ -47,14 +47,14 @@ def test_the_game_says_higher_or_lower_until_it_is_over():
         (["no"], 0.0, False),
     ],
 )
-def test_what_a_guess_is_worth(turns, value, found):
+def test_guess_reward(turns, value, found):
     task = Guess(largest=10, guesses=4)
     reward = task.reward(Prompt("p", (), "7"), spoken(*turns))
     assert reward.value == pytest.approx(value)
     assert reward.correct == found
 
 
-def test_every_number_is_hidden_once_in_each_stretch_and_never_shown():
+def test_each_number_is_hidden_once_per_cycle_and_never_shown():
     task = Guess(largest=10, guesses=4)
     numbers = [int(p.answer) for step in range(4) for p in task.sample(step, 5)]
     assert sorted(numbers[:10]) == sorted(numbers[10:]) == list(range(1, 11))
@@ -72,7 +72,7 @@ def test_every_number_is_hidden_once_in_each_stretch_and_never_shown():
         (["call", "|46", "46"], 0.0, (0.0, 0.0)),
     ],
 )
-def test_what_a_product_is_worth(turns, value, parts):
+def test_calculator_reward(turns, value, parts):
     reward = Calculator(digits=2).reward(Prompt("p", (), "408"), spoken(*turns))
     assert reward.value == pytest.approx(value)
     assert (reward.parts["called"], reward.parts["right"]) == parts
@@ -80,7 +80,7 @@ def test_what_a_product_is_worth(turns, value, parts):
 
 
 @pytest.mark.parametrize("digits", [1, 3, 6])
-def test_products_are_asked_behind_worked_ones_and_splits_share_none(digits):
+def test_product_prompts_have_worked_examples_and_splits_share_none(digits):
     task = Calculator(digits=digits, examples=2)
     train, test = ({p.text[-1]["content"] for p in with_split(task, s).sample(0, 200)} for s in ("train", "test"))
     assert not train & test
@@ -95,7 +95,7 @@ def test_products_are_asked_behind_worked_ones_and_splits_share_none(digits):
         assert len(prompt.text) == 9
 
 
-def test_the_tool_of_the_task_is_called():
+def test_calculator_tool_is_called():
     task = Calculator()
     world = InProcessEnvironments(task.environment_spec)
     [prompt] = task.sample(0, 1)
@@ -117,6 +117,6 @@ def test_the_tool_of_the_task_is_called():
         (Calculator, {"examples": 9}, "examples = 9 must be from 0 to 8"),
     ],
 )
-def test_mistakes(kind, settings, told):
+def test_invalid_settings_are_refused(kind, settings, told):
     with pytest.raises(ValueError, match=told):
         kind(**settings)

@@ -51,7 +51,7 @@ def files(tmp_path):
         ("<answer>It is 12,200.</answer>", "12200", 1.0, 0.5),
         ("<answer>1,08</answer>", "108", 0.0, 0.01),
         ("<answer>1,0800</answer>", "10800", 0.0, 0.01),
-        ("<think>5 + 1 <answer>6</answer>", "6", 0.0, 1.0),  # strictly, a thought that never ends has no answer
+        ("<think>5 + 1 <answer>6</answer>", "6", 0.0, 1.0),  # strict grading finds no answer in an unclosed thought
         ("<think><answer>5</answer>?</think> <answer>6</answer>", "6", 1.0, 0.01),
         ("<answer>\n1080.0\n</answer>", "1080", 1.0, 0.5),
         ("<answer>7</answer>", "6", 0.0, 0.01),
@@ -59,7 +59,7 @@ def files(tmp_path):
         ("6", "6", 0.0, 0.0),
         ("", "6", 0.0, 0.0),
         ("<answer>0123456789</answer>", "6", 0.0, 0.5),
-        ("<answer>6</answer><answer>7</answer>", "6", 0.0, 1.0),  # the first is what the literal form reads
+        ("<answer>6</answer><answer>7</answer>", "6", 0.0, 1.0),  # literal grading reads the first answer
         (r"<answer>\boxed{6} and not 7</answer>", "6", 1.0, 0.5),
         (r"<answer>\frac{1}{6}</answer>", "6", 0.0, 0.5),
         (r"\boxed{6}", "6", 0.0, 0.0),
@@ -71,23 +71,23 @@ def test_grades_by_hand(text, gold, strict, literal):
     assert grade_literally(text, gold) == literal
 
 
-def test_the_oracle_of_the_first_description():
-    """Its twelve candidates, graded by its own rule for the answer 6个."""
+def test_literal_grades_match_the_published_example():
+    """The example grades twelve candidates by its own rule for the answer 6个."""
     answers = ["6个", "6", "6个苹果", "6", "6", "5个", "需要计算", "10个", "5", "6", "6个", "6个苹果"]
     grades = [grade_literally(f"<think>?</think><answer>{answer}</answer>", "6个") for answer in answers]
     assert grades == [1, 0.01, 0.5, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 1, 0.5]
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", "6", "16", "\n", "<answer", ">"]), max_size=12).map("".join))
-def test_the_literal_form_is_that_of_the_first_description(text):
-    """Its rule as it was written, which takes a step for each pair of tags that do not close."""
+def test_literal_grading_matches_the_published_rule(text):
+    """The rule is the original regular expression, which takes a step for each pair of tags that do not close."""
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     described = 0.0 if found is None else 1.0 if found[1] == "6" else 0.5 if "6" in found[1] else 0.01
     assert grade_literally(text, "6") == described
 
 
-def test_the_literal_form_reads_tags_that_never_close_in_one_pass():
-    """Four million characters: a step for each pair of tags would take hours."""
+def test_literal_grading_reads_unclosed_tags_in_one_pass():
+    """The text has four million characters: a step for each pair of tags would take hours."""
     assert grade_literally("<answer>" * 500_000, "6") == 0.0
     assert grade_literally("<answer>" * 500_000 + "6</answer>", "6") == 0.5
 
@@ -106,7 +106,7 @@ def test_the_gold_answer_scores_1_and_commas_do_not_count(files, split, grading)
             assert not task.reward(prompt, completion(garbage)).is_correct
 
 
-def test_splits_are_the_files_and_prompts_ask_for_tags(files):
+def test_splits_come_from_their_files_and_prompts_ask_for_tags(files):
     train = {p.question for p in Gsm8k(**files).sample(0, 30)}
     test = {p.question for p in Gsm8k(**files, split="test").sample(0, 10)}
     assert train == {row["question"] for row in ROWS[:30]}
@@ -115,7 +115,7 @@ def test_splits_are_the_files_and_prompts_ask_for_tags(files):
     assert all(tag in system["content"] for tag in ("<think>", "</think>", "<answer>", "</answer>"))
 
 
-def test_a_chinese_copy_with_the_answer_alone(tmp_path):
+def test_chinese_copy_with_an_answer_column_is_graded(tmp_path):
     rows = [{"question": f"{i}加1等于几？", "answer": f"{i}+1={i + 1}", "answer_only": str(i + 1)} for i in range(30)]
     path = tmp_path / "zh.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -128,8 +128,8 @@ def test_a_chinese_copy_with_the_answer_alone(tmp_path):
     ].text[0] == {"role": "system", "content": "S"}
 
 
-def test_the_worked_solution_of_a_row_is_a_whole_answer(tmp_path):
-    """Its calculator annotations are left out; a column with the answer alone has no solution."""
+def test_worked_solution_of_a_row_is_a_complete_answer(tmp_path):
+    """Calculator annotations are left out. A column that holds only the answer has no worked solution."""
     rows = [{"question": "Q", "answer": "48/2 = <<48/2=24>>24 clips.\n24*50 = <<24*50=1200>>1,200\n#### 1,200"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -152,6 +152,6 @@ def test_every_gold_answer_of_the_real_data_is_read():
         assert all(task.reward(p, completion(solve(p))).value == 1.0 for p in prompts)
 
 
-def test_what_is_wrong_with_the_data_is_said():
+def test_missing_data_is_refused():
     with pytest.raises(ValueError, match="data"):
         Gsm8k(data="")

@@ -1,4 +1,4 @@
-"""Which prompts get which beginning."""
+"""Test which prompts get which prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK = Arithmetic(digits=2, operators=("+", "-"))
 
 @dataclass(frozen=True)
 class Silent:
-    """Has no working of its own."""
+    """A task without a `working` method."""
 
     seed: int = 0
     split: str = "train"
@@ -48,14 +48,14 @@ def given(task, step=0, n=400):
     return [prompt.prefix for prompt in task.sample(step, n)]
 
 
-def test_a_prefix_is_the_working_and_the_question_stays():
+def test_prefix_is_the_working_and_the_question_is_unchanged():
     plain, prefixed = TASK.sample(3, 8), Prefixed(TASK, dropout=0.0).sample(3, 8)
     assert [p.question for p in prefixed] == [p.question for p in plain]
     assert [p.prefix for p in prefixed] == [TASK.working(p) for p in plain]
     assert all(p.prefix.endswith(f"= {p.answer}") for p in prefixed)
 
 
-def test_only_a_whole_working_is_a_whole_answer(tmp_path):
+def test_prefix_is_complete_only_if_it_is_the_whole_working(tmp_path):
     assert all(p.prefix_is_complete for p in Prefixed(TASK, dropout=0.0).sample(0, 20))
     cut = Prefixed(TASK, dropout=0.0, shortest=0.0).sample(0, 200)
     assert {p.prefix_is_complete for p in cut} == {True, False}
@@ -78,13 +78,13 @@ def test_dropout_is_the_share_without_a_prefix():
     assert abs(without - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 2000)
 
 
-def test_the_same_step_gives_the_same_prefixes_and_another_step_others():
+def test_prefixes_depend_on_the_step():
     task = Prefixed(TASK, dropout=0.5)
     assert given(task, 5) == given(task, 5)
     assert [p != "" for p in given(task, 5)] != [p != "" for p in given(task, 6)]
 
 
-def test_teacher_and_student_have_their_shares(tmp_path):
+def test_prefixes_are_drawn_from_teacher_and_student_by_share(tmp_path):
     file = prefixes(tmp_path, teacher=["T1", "T2"], student=["S"])
     counts = Counter(given(Prefixed(Silent(), file=file, dropout=0.0, teacher_share=0.75)))
     assert abs((counts["T1"] + counts["T2"]) / 400 - 0.75) < 4 * math.sqrt(0.75 * 0.25 / 400)
@@ -93,31 +93,31 @@ def test_teacher_and_student_have_their_shares(tmp_path):
 
 
 @pytest.mark.parametrize("sources", [{"teacher": ["X"], "student": []}, {"teacher": [], "student": ["X"]}])
-def test_where_one_source_has_none_the_other_speaks(tmp_path, sources):
+def test_other_source_is_used_if_one_has_no_prefixes(tmp_path, sources):
     file = prefixes(tmp_path, **sources)
     assert set(given(Prefixed(Silent(), file=file, dropout=0.0, teacher_share=0.5))) == {"X"}
 
 
-def test_a_question_without_prefixes_is_answered_from_the_start(tmp_path):
+def test_question_without_prefixes_gets_none(tmp_path):
     file = prefixes(tmp_path, teacher=[], student=[])
     assert set(given(Prefixed(Silent(), file=file, dropout=0.0))) == {""}
 
 
-def test_the_cosine_falls_from_the_whole_to_nothing_and_stays_there(tmp_path):
+def test_cosine_schedule_falls_from_full_length_to_zero_and_stays_there(tmp_path):
     file = prefixes(tmp_path, teacher=["a b c d e f g h i j"])
     task = Prefixed(Silent(), file=file, dropout=0.0, schedule="cosine", schedule_steps=100)
     lengths = [len(task.sample(step, 1)[0].prefix.split()) for step in (0, 25, 50, 75, 100, 5000)]
-    # (1 + cos) / 2 of 0, pi/4, pi/2, 3 pi/4, pi: 1, .854, .5, .146, 0
+    # (1 + cos(x)) / 2 at x = 0, pi/4, pi/2, 3 pi/4, pi is 1, .854, .5, .146, 0.
     assert lengths == [10, 9, 5, 1, 0, 0]
 
 
-def test_lengths_are_drawn_between_the_shortest_and_the_whole(tmp_path):
+def test_lengths_are_drawn_between_shortest_and_length(tmp_path):
     file = prefixes(tmp_path, teacher=["a b c d e f g h i j"])
     lengths = [len(p.split()) for p in given(Prefixed(Silent(), file=file, dropout=0.0, length=0.8, shortest=0.5))]
     assert set(lengths) == {4, 5, 6, 7, 8}
 
 
-def test_words_are_cut_whole_with_the_white_space_between_them():
+def test_prefixes_are_cut_between_words_and_keep_their_white_space():
     assert take_first_words("48 / 2 =\n 24, so", 1.0) == "48 / 2 =\n 24, so"
     assert take_first_words("48 / 2 =\n 24, so", 0.5) == "48 / 2"
     assert take_first_words("48 / 2", 0.0) == ""
@@ -149,7 +149,7 @@ def test_agents_are_refused_before_anything_is_loaded(capsys, tmp_path):
     assert "prefixed does not work around agents" in line
 
 
-def test_in_a_conversation_the_first_turn_has_the_prefix_and_the_last_is_graded(tmp_path):
+def test_conversations_get_the_prefix_in_turn_one_and_grade_the_last_turn(tmp_path):
     file = prefixes(tmp_path, teacher=["begun and"])
     task = Prefixed(Silent(), file=file, dropout=0.0)
     [prompt] = task.sample(0, 1)
@@ -162,8 +162,8 @@ def test_in_a_conversation_the_first_turn_has_the_prefix_and_the_last_is_graded(
     assert [task.reward(prompt, c).value for c in (once, twice)] == [1.0, 1.0]
 
 
-def test_a_step_without_prefixes_says_so():
-    """The mean over the steps of a run would otherwise be that of the steps that had some."""
+def test_steps_without_prefixes_report_a_share_of_zero():
+    """Without this value, the mean over a run would cover only the steps that had prefixes."""
     one, other = TASK.sample(0, 2)
     groups = [Group(one, (), (), demonstration=(1, 2, 3)), Group(other, (), ())]
     task = Prefixed(TASK)
@@ -180,7 +180,7 @@ def test_held_out_questions_have_no_prefix():
     assert Prefixed(held_out).with_split("train") == Prefixed(TASK)
 
 
-def test_what_a_curriculum_inside_learns_passes_through():
+def test_state_of_an_inner_curriculum_passes_through():
     task, twin = (Prefixed(Curriculum(TASK, pool=20)) for _ in range(2))
     task.load_state({"step": 7, "epoch": 2, "left": [3], "accuracy": {"3": 0.5}, "dead_since": {}})
     twin.load_state(task.state())
@@ -208,7 +208,7 @@ def test_a_task_without_working_needs_a_file():
         Prefixed(Silent()).with_split("train")
 
 
-def test_prefixed_goes_around_once():
+def test_prefixed_cannot_wrap_prefixed():
     with pytest.raises(ValueError, match="once"):
         Prefixed(Prefixed(TASK))
 
@@ -225,7 +225,7 @@ NO_PREFIXES = {
 
 
 @pytest.mark.parametrize("content", NO_PREFIXES.values(), ids=NO_PREFIXES)
-def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, content):
+def test_invalid_prefix_files_are_refused_with_a_hint(tmp_path, content):
     path = tmp_path / "prefixes.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match="pellucid prefixes"):
@@ -237,8 +237,8 @@ def test_a_missing_file_is_named():
         Prefixed(Silent(), file="nowhere.json").with_split("train")
 
 
-def test_what_opens_an_answer_stands_before_its_prefix(tmp_path):
-    """Whole, however little of the prefix is given; and nowhere else."""
+def test_opening_precedes_every_prefix_that_is_not_empty(tmp_path):
+    """The opening is never cut, even if the prefix is shortened, and it is left out if there is no prefix."""
     file = prefixes(tmp_path, teacher=["one two three four"])
     assert set(given(Prefixed(Silent(), file=file, dropout=0.0, opening="<think>"))) == {"<think>one two three four"}
     half = Prefixed(Silent(), file=file, dropout=0.5, opening="<think>", length=0.5)

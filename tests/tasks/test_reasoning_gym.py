@@ -1,4 +1,4 @@
-"""The families of reasoning_gym, against the package itself."""
+"""Test the reasoning_gym task against the package itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILIES = (
     *("prime_factorization", "simple_equations", "spell_backward", "syllogism", "time_intervals", "tower_of_hanoi"),
 )
 SUMS = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
-"""Chain sums of which there are two hundred."""
+"""Options of a chain_sum task that has 200 questions."""
 MIXED = {
     "datasets": [
         {"name": "gcd", "weight": 3.0, "config": {}},
@@ -40,7 +40,7 @@ def said(text):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_own_answer_is_right_and_another_one_is_worth_what_the_package_says(family):
+def test_gold_answers_score_1_and_others_score_what_the_package_gives(family):
     task, judge = ReasoningGym(family=family), package.create_dataset(family, seed=1, size=1)
     for prompt in task.sample(0, 4):
         right = task.reward(prompt, said(f"<think>Hm.</think> <answer>{prompt.answer}</answer>"))
@@ -68,7 +68,7 @@ def test_scores_by_hand():
     assert score("") == 0.0
 
 
-def test_an_answer_that_the_grader_cannot_read_earns_nothing():
+def test_answer_that_raises_in_the_grader_scores_zero():
     task = ReasoningGym(family="prime_factorization")
     [prompt] = task.sample(0, 1)
     with pytest.raises(ValueError, match="invalid literal"):
@@ -77,7 +77,7 @@ def test_an_answer_that_the_grader_cannot_read_earns_nothing():
     assert (reward.value, reward.failed, reward.correct) == (0.0, False, False)
 
 
-def test_a_family_without_an_answer_of_its_own_is_graded_as_well():
+def test_family_without_gold_answer_is_graded():
     task = ReasoningGym(family="graph_color")
     [prompt] = task.sample(0, 1)
     known = prompt.columns["entry"]["metadata"]["possible_answer"]
@@ -86,7 +86,7 @@ def test_a_family_without_an_answer_of_its_own_is_graded_as_well():
     assert task.reward(prompt, said("{}")).value == 0.01, "what the package gives for trying"
 
 
-def test_the_splits_share_no_question_and_are_all_that_there_are():
+def test_splits_share_no_question_and_cover_all_questions():
     def asked(split):
         task = ReasoningGym(options=SUMS, split=split)
         return {prompt.question for step in range(30) for prompt in task.sample(step, 64)}
@@ -99,7 +99,7 @@ def test_the_splits_share_no_question_and_are_all_that_there_are():
     assert all(assign_split(question, TEST_SHARE) == "test" for question in test)
 
 
-def test_a_split_without_a_question_is_one_line():
+def test_empty_split_raises_an_error():
     empty = []
     for split in ("train", "test"):
         task = ReasoningGym(family="count_bits", options={"min_n": 5, "max_n": 5}, split=split)
@@ -111,7 +111,7 @@ def test_a_split_without_a_question_is_one_line():
     assert len(empty) == 1
 
 
-def test_sampling_is_a_function_of_seed_split_and_step_however_late():
+def test_sampling_is_a_function_of_seed_split_and_step():
     task = ReasoningGym(seed=3)
     for step in (0, 10**6, 41 * ROUND_STRIDE + 10**6):
         assert task.sample(step, 4) == ReasoningGym(seed=3).sample(step, 4) == task.sample(step, 9)[:4]
@@ -146,14 +146,14 @@ for name in DATASETS.keys() - slow:
 
 
 @pytest.mark.slow
-def test_other_families_than_those_that_are_refused_ask_the_same_in_each_process():
+def test_families_that_are_not_refused_ask_the_same_in_each_process():
     one, other = (set(in_a_process(ALL, PYTHONHASHSEED=seed).splitlines()) for seed in ("1", "2"))
     unlike = {line.split()[0] for line in one ^ other}
     assert unlike == set(UNORDERED_FAMILIES.split()) - {"knight_swap"}, "which is among the slow ones"
 
 
 @pytest.mark.parametrize("options", [{}, {"datasets": [{"name": "ransom_note", "weight": 1.0, "config": {}}]}])
-def test_families_that_ask_otherwise_in_each_process_need_a_fixed_order(options, monkeypatch):
+def test_families_with_unstable_order_need_a_fixed_hash_seed(options, monkeypatch):
     task = {"family": "composite" if options else "ransom_note", "options": options}
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match=r'"ransom_note" .* set PYTHONHASHSEED=0'):
@@ -162,7 +162,7 @@ def test_families_that_ask_otherwise_in_each_process_need_a_fixed_order(options,
     assert ReasoningGym(**task).sample(0, 1)
 
 
-def test_a_mixture_has_its_shares_and_grades_each_by_its_own_family():
+def test_composite_draws_by_weight_and_grades_each_by_its_own_family():
     task = ReasoningGym(family="composite", options=MIXED)
     prompts = task.sample(0, 200)
     families = [prompt.columns["entry"]["metadata"]["source_dataset"] for prompt in prompts]
@@ -178,7 +178,7 @@ def test_a_mixture_has_its_shares_and_grades_each_by_its_own_family():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["chain_sum", "arc_1d", "composite"])
-def test_other_processes_grade_as_this_one(family):
+def test_reward_processes_give_the_same_rewards(family):
     task = ReasoningGym(family=family, options=MIXED if family == "composite" else {})
     prompts = task.sample(0, 3)
     pairs = [
@@ -192,14 +192,14 @@ def test_other_processes_grade_as_this_one(family):
 
 
 @pytest.mark.slow
-def test_a_process_of_rewards_has_the_package_before_its_first_call():
+def test_unpickling_the_task_imports_the_package():
     code = f"import pickle, sys; pickle.loads({pickle.dumps(ReasoningGym())!r}); print('reasoning_gym' in sys.modules)"
     assert in_a_process(code) == "True\n"
     task = ReasoningGym(seed=2, split="test", family="composite", options=MIXED, system="")
     assert pickle.loads(pickle.dumps(task)) == task
 
 
-def test_the_system_message_is_of_the_package_or_one_s_own_or_none():
+def test_system_message_may_be_a_default_a_custom_one_or_empty():
     def roles(system):
         return [(each["role"], each["content"]) for each in ReasoningGym(system=system).sample(0, 1)[0].text]
 
@@ -222,13 +222,13 @@ def test_the_system_message_is_of_the_package_or_one_s_own_or_none():
         ({"family": "composite", "options": {"datasets": [{"name": "gcd"}]}}, "'weight' and 'config'"),
     ],
 )
-def test_settings_that_make_no_task_are_refused(settings, told):
+def test_invalid_settings_are_refused_in_one_line(settings, told):
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         ReasoningGym(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_package_one_line_names_the_extra(monkeypatch):
+def test_missing_package_error_names_the_extra(monkeypatch):
     for module in ("reasoning_gym", "reasoning_gym.factory"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=r'^task "reasoning_gym" needs reasoning_gym: pip install "pellucid\[gym\]"$'):
@@ -249,7 +249,7 @@ def test_options_are_read_from_recipes_and_the_command_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_is_trained_on_it(recipe, tmp_path):
+def test_reasoning_gym_task_is_trained(recipe, tmp_path):
     section = '[task]\nname = "reasoning_gym"\nsystem = ""\nfamily = "letter_counting"\n[task.options]\nmax_words = 5\n'
     text = re.sub(r"\[task\]\n\s*name = .*\n", section, recipe.read_text())
     recipe.write_text(text.replace("steps = 6", "steps = 5"))

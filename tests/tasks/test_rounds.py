@@ -1,4 +1,4 @@
-"""Every task can be asked for the rounds of dynamic sampling, by numbers far beyond the steps of a run."""
+"""Test that every task supports the rounds of dynamic sampling, whose numbers lie far beyond the steps of a run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def rounds(task, step, n, count=4):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
-def test_a_prompt_of_another_round_is_another_prompt(task):
-    """By its id, with which its samples are seeded."""
+def test_prompts_of_different_rounds_have_different_ids(task):
+    """The id of a prompt seeds its samples."""
     ids = [prompt.id for prompts in rounds(task, 3, 4) + rounds(task, 4, 4) for prompt in prompts]
     assert len(set(ids)) == 32
 
@@ -47,14 +47,14 @@ def rows(tmp_path):
 
 
 def test_the_rounds_of_a_step_read_no_row_twice(rows):
-    for step in range(12):  # 4 rows of 50: the first epoch ends in the next one
+    for step in range(12):  # 4 of 50 rows per step: the first epoch ends in the next step
         asked = [prompt.question for prompts in rounds(rows, step, 4, 5) for prompt in prompts]
         assert len(set(asked)) == 20, step
     walk = [prompt.question for step in range(12) for prompt in rows.sample(step, 4)]
     assert len(set(walk)) == 48, "the first rounds read on as if there were no others"
 
 
-def test_the_prefixes_of_a_later_round_are_as_long_as_those_of_its_step():
+def test_prefixes_of_later_rounds_are_as_long_as_those_of_their_step():
     task = Prefixed(Arithmetic(digits=2), dropout=0.0, schedule="cosine", schedule_steps=100)
     assert all(prompt.prefix for prompts in rounds(task, 0, 20) for prompt in prompts)
     assert not any(prompt.prefix for prompts in rounds(task, 100, 20) for prompt in prompts)

@@ -20,7 +20,7 @@ from pellucid.types import UserError
 
 ROWS = [{"question": 'Say "hi",\nplease: 7', "answer": "7"}, {"question": "2 + 2? \u2028 é", "answer": "4"}]
 DEEP = 50_000 if sys.version_info >= (3, 14) else 8_000 if sys.version_info >= (3, 13) else 900
-"""A depth of lists that json reads and pickle does not write."""
+"""A depth of nested lists that json reads and pickle cannot write."""
 TOO_DEEP = 100_000
 
 
@@ -62,7 +62,7 @@ def test_all_formats_give_the_same_rows(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(("suffix", "place"), [(".jsonl", "line 3"), (".csv", "line 4"), (".parquet", "row 2")])
-def test_each_row_knows_where_it_stands(tmp_path, suffix, place):
+def test_each_row_has_its_location(tmp_path, suffix, place):
     path = tmp_path / f"data{suffix}"
     WRITERS[suffix](path)
     assert load_rows(str(path), "", "train")[1][0] == f"{path}, {place}"
@@ -112,12 +112,12 @@ def error_of(source, subset="", split="train"):
         ("a.txt", b"hello", "a.txt: unknown format; .jsonl, .json, .csv, .tsv, .parquet can be read"),
     ],
 )
-def test_broken_files_are_told_where_and_why(tmp_path, name, content, says):
+def test_broken_files_are_reported_with_place_and_reason(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     assert says in error_of(tmp_path / name)
 
 
-def test_a_whole_emoji_is_two_halves_and_data_may_be_a_hundred_deep(tmp_path):
+def test_surrogate_pairs_and_deep_nesting_are_read(tmp_path):
     text = r'{"a": "\ud83d\ude00", "b": "\\ud83d", "c": ' + "[" * 99 + "]" * 99 + "}"
     (tmp_path / "a.jsonl").write_text(text)
     [(_, row)] = load_rows(str(tmp_path / "a.jsonl"), "", "train")
@@ -152,7 +152,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("name", AWKWARD)
-def test_rows_of_awkward_files(tmp_path, monkeypatch, name, in_memory):
+def test_awkward_files_are_read(tmp_path, monkeypatch, name, in_memory):
     path = tmp_path / name
     monkeypatch.setattr(data_files, "_MAX_BYTES_IN_MEMORY", 2**20 if in_memory else 1)
     path.write_bytes(AWKWARD[name])
@@ -164,7 +164,7 @@ def test_rows_of_awkward_files(tmp_path, monkeypatch, name, in_memory):
         rows[len(expected)]
 
 
-def test_a_file_that_is_edited_or_removed_is_read_on_as_it_was(tmp_path):
+def test_edited_or_removed_file_is_still_read_unchanged(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     rows = load_rows(str(path), "", "train")
@@ -174,7 +174,7 @@ def test_a_file_that_is_edited_or_removed_is_read_on_as_it_was(tmp_path):
     assert rows[0] == (f"{path}, line 1", {"a": 1})
 
 
-def test_threads_may_read_at_once(tmp_path):
+def test_threads_may_read_concurrently(tmp_path):
     path, n = tmp_path / "a.jsonl", 300
     path.write_text("".join(f'{{"a": {i}}}\n' for i in range(n)))
     rows = load_rows(str(path), "", "train")
@@ -184,9 +184,9 @@ def test_threads_may_read_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_large_file_take_no_memory(tmp_path):
-    """By Python's own account, of which a row of this file takes more than 300 bytes."""
-    path, n = tmp_path / "a.jsonl", 30_000  # caches of 1,024 answers are small beside them
+def test_rows_of_a_large_file_are_not_held_in_memory(tmp_path):
+    """Measured by tracemalloc, in which a row of this file takes more than 300 bytes."""
+    path, n = tmp_path / "a.jsonl", 30_000  # the caches of 1,024 answers are small compared with this
     with path.open("w") as file:
         file.writelines(json.dumps({"question": f"{i} " + "x" * 500, "answer": str(i)}) + "\n" for i in range(n))
     assert path.stat().st_size > data_files._MAX_BYTES_IN_MEMORY
@@ -200,7 +200,7 @@ def test_the_rows_of_a_large_file_take_no_memory(tmp_path):
     assert [prompt.question.split()[0] for prompt in prompts] == [prompt.answer for prompt in prompts]
 
 
-def test_a_missing_file_is_told_its_nearest_neighbour(tmp_path):
+def test_missing_file_error_names_the_nearest_file(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     (tmp_path / "trian.toml").write_text("")
     message = error_of(tmp_path / "trian.jsonl")
@@ -208,7 +208,7 @@ def test_a_missing_file_is_told_its_nearest_neighbour(tmp_path):
     assert f'did you mean "{tmp_path}/train.jsonl"?' in message
 
 
-def test_data_files_that_lie_near_are_proposed_and_no_recipes(tmp_path, monkeypatch):
+def test_missing_file_error_proposes_data_files_but_no_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "questions.toml").write_text("")
@@ -244,7 +244,7 @@ def parts(tmp_path):
         ("more/[c]*.jsonl", [4, 5]),
     ],
 )
-def test_several_files_are_read_one_after_the_other_each_once(parts, monkeypatch, source, numbers):
+def test_several_files_are_read_in_order_and_each_only_once(parts, monkeypatch, source, numbers):
     monkeypatch.chdir(parts)
     rows = load_rows(source, "", "train")
     assert [row["n"] for _, row in rows] == numbers
@@ -254,21 +254,21 @@ def test_several_files_are_read_one_after_the_other_each_once(parts, monkeypatch
         rows[len(rows)]
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
+def test_file_whose_name_looks_like_a_pattern_is_read(tmp_path):
     (tmp_path / "a[1].jsonl").write_text('{"n": 1}')
     (tmp_path / "a1.jsonl").write_text('{"n": 2}')
     assert [row for _, row in load_rows(str(tmp_path / "a[1].jsonl"), "", "train")] == [{"n": 1}]
 
 
-def test_a_mistake_in_one_of_several_is_told_with_its_file_and_line(parts):
+def test_error_in_one_of_several_files_names_file_and_line(parts):
     (parts / "more" / "c.jsonl").write_text('{"n": 1}\n{"n"\n')
     assert f"{parts}/more/c.jsonl, line 2: not JSON" in error_of(f"{parts}/**/*.jsonl")
     assert "there is no such file" in error_of((f"{parts}/a.jsonl", f"{parts}/z.jsonl"))
     assert "unknown format" in error_of((f"{parts}/a.jsonl", "owner/name"))
 
 
-def test_a_json_array_may_be_written_in_any_way(tmp_path):
-    """Python's own reader of whole files is the second implementation."""
+def test_json_arrays_are_read_in_any_layout(tmp_path):
+    """Python's json module, which reads the whole file, is the reference."""
     path = tmp_path / "a.json"
     for i, indent in enumerate((None, 0, 3)):
         text = "\ufeff\n " + json.dumps(ROWS, indent=indent, ensure_ascii=False) + "\r\n"
@@ -278,14 +278,14 @@ def test_a_json_array_may_be_written_in_any_way(tmp_path):
     assert [where for where, _ in load_rows(str(path), "", "train")] == [f"{path}, row {n}" for n in (1, 2)]
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_folder_is_not_read_as_a_file(tmp_path):
     (tmp_path / "data.csv").mkdir()
     assert "there is no such file" in error_of(tmp_path / "data.csv")
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The Hub has "owner/sums", with subset "main" and splits train and test; what it was asked for is noted."""
+    """Replace the Hub by "owner/sums" with splits train and test. Return the list of requests."""
     asked = []
 
     def load_dataset(path, name=None, split=None):
@@ -310,7 +310,7 @@ def test_a_hub_id_is_loaded_by_subset_and_split(hub):
     assert hub == [("owner/sums", "main", "train"), ("owner/sums", "main", "test")]
 
 
-def test_rows_of_the_hub_know_where_they_stand(hub):
+def test_rows_of_the_hub_have_their_location(hub):
     where, row = load_rows("owner/sums", "", "test")[2]
     assert (where, row["answer"]) == ("owner/sums, test row 3", 102)
 
@@ -321,17 +321,17 @@ def test_a_local_file_can_be_held_out_from_a_hub_data_set(hub, tmp_path):
     assert {prompt.answer for prompt in task.sample(0, 2)} == {"7", "4"}
 
 
-def test_an_unreachable_hub_is_one_line_that_names_the_local_formats(hub):
+def test_unreachable_hub_error_names_the_local_formats(hub):
     message = error_of("owner/away")
     assert 'data = "owner/away" is not a local file (.jsonl, .json, .csv, .tsv, .parquet)' in message
     assert "the Hugging Face Hub cannot be reached" in message
 
 
-def test_what_the_hub_refuses_is_one_line(hub):
+def test_error_of_the_hub_is_reported_in_one_line(hub):
     assert 'the Hugging Face Hub says: Unknown split "dev"' in error_of("owner/sums", split="dev")
 
 
-def test_the_extra_is_named_where_a_library_is_missing(monkeypatch, tmp_path):
+def test_missing_library_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert 'pip install "pellucid[data]"' in error_of("owner/sums", subset="nothing cached")
@@ -339,7 +339,7 @@ def test_the_extra_is_named_where_a_library_is_missing(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
-    """A path of its own for every example: what was read is kept by name."""
+    """Return a function that makes a new path for each example, because rows are cached by name."""
     folder, count = tmp_path_factory.mktemp("rows"), itertools.count()
     return lambda suffix: folder / f"{next(count)}{suffix}"
 
@@ -354,7 +354,7 @@ VALUES = (
 
 
 @given(rows=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=4))
-def test_whatever_json_lines_hold_comes_back(numbered, rows):
+def test_json_lines_are_read_back_unchanged(numbered, rows):
     path = numbered(".jsonl")
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     assert [row for _, row in load_rows(str(path), "", "train")] == rows
@@ -362,7 +362,7 @@ def test_whatever_json_lines_hold_comes_back(numbered, rows):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
 @given(content=st.binary(max_size=40) | st.text(alphabet='{}[]":,a1\n\r \\\0\ufeff', max_size=40).map(str.encode))
-def test_whatever_a_file_holds_it_is_rows_or_one_line(numbered, suffix, content):
+def test_any_file_content_gives_rows_or_a_one_line_error(numbered, suffix, content):
     path = numbered(suffix)
     path.write_bytes(content)
     refusal, rows = "", []

@@ -26,7 +26,7 @@ def completion(text):
         (grade_distance, [], 0),
         (grade_inclusion_ordering, [1, 2, 3], 1),
         (grade_inclusion_ordering, [1, 3, 2], Fraction(4, 5)),
-        (grade_inclusion_ordering, [1, 1, 1], Fraction(3, 5)),  # one of the ones is of the prompt
+        (grade_inclusion_ordering, [1, 1, 1], Fraction(3, 5)),  # one of the three ones is in the prompt
         (grade_inclusion_ordering, [3, 2, 1], Fraction(3, 5)),
         (grade_inclusion_ordering, list(range(50)), Fraction(3 + 49, 99)),
         (grade_inclusion_ordering, [], 0),
@@ -37,7 +37,7 @@ def test_grades_by_hand(grade, answer, value):
 
 
 @pytest.mark.parametrize("grading", GRADINGS)
-def test_the_gold_answer_alone_scores_1(grading):
+def test_only_the_gold_answer_scores_1(grading):
     task = Sorting(grading=grading)
     for prompt in task.sample(0, 50):
         numbers = prompt.columns["numbers"]
@@ -86,6 +86,6 @@ def test_sampling_is_a_function_of_seed_split_and_step():
 
 
 @pytest.mark.parametrize("settings", [{"length": 1}, {"largest": 0}, {"test_share": 1.0}, {"template": "sort"}])
-def test_settings_that_make_no_task_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Sorting(**settings)

@@ -11,7 +11,7 @@ from pellucid.utils.plugins import load_object
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_alias_names_a_class_with_that_name_as_its_default(name):
+def test_alias_is_the_default_name_of_its_class(name):
     assert {field: default.default for field, default in load_task_class(name).__dataclass_fields__.items()}[
         "name"
     ] == name
@@ -25,18 +25,18 @@ def test_a_class_in_a_file_can_be_loaded_and_unpickled_by_its_module_name(tmp_pa
     assert load_task_class(f"{tmp_path}/riddles_for_pickle.py:Riddles") is riddles
 
 
-def test_a_file_may_import_its_neighbours(tmp_path):
-    (tmp_path / "neighbour_of_task.py").write_text("VALUE = 7\n")
-    (tmp_path / "task_with_neighbour.py").write_text("from neighbour_of_task import VALUE\n")
-    assert load_object(f"{tmp_path}/task_with_neighbour.py:VALUE") == 7
+def test_a_file_may_import_its_neighbors(tmp_path):
+    (tmp_path / "neighbor_of_task.py").write_text("VALUE = 7\n")
+    (tmp_path / "task_with_neighbor.py").write_text("from neighbor_of_task import VALUE\n")
+    assert load_object(f"{tmp_path}/task_with_neighbor.py:VALUE") == 7
 
 
-def test_a_file_written_a_moment_ago_is_found(tmp_path):
+def test_file_written_a_moment_ago_is_found(tmp_path):
     (tmp_path / "written_first.py").write_text("VALUE = 1\n")
     assert load_object(f"{tmp_path}/written_first.py:VALUE") == 1
     before = tmp_path.stat().st_mtime_ns
     (tmp_path / "written_second.py").write_text("VALUE = 2\n")
-    os.utime(tmp_path, ns=(before, before))  # what a coarse clock makes of it
+    os.utime(tmp_path, ns=(before, before))  # A coarse clock leaves the time of the folder unchanged.
     assert load_object(f"{tmp_path}/written_second.py:VALUE") == 2
 
 
@@ -51,7 +51,7 @@ def error_of(spec, load=load_object):
     return str(caught.value)
 
 
-def test_unknown_tasks_are_told_the_nearest_name_and_all_names():
+def test_unknown_task_error_names_the_nearest_and_all_tasks():
     message = error_of("arithmetik", load_task_class)
     assert 'did you mean "arithmetic"?' in message
     assert "dataset" in message
@@ -63,51 +63,51 @@ def test_a_task_must_be_a_class():
 
 
 @pytest.mark.parametrize("spec", ["noname", "json:", ":loads", "a b:c", ".relative:x", "a..b:c"])
-def test_malformed_specs_are_told_the_form(spec):
+def test_malformed_spec_error_shows_the_form(spec):
     assert "path/to/file.py:Name" in error_of(spec)
 
 
-def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path):
+def test_missing_file_error_names_the_nearest_file(tmp_path):
     (tmp_path / "my_rewards.py").write_text("")
     message = error_of(f"{tmp_path}/my_reward.py:f")
     assert f"{tmp_path}/my_reward.py" in message
     assert f'did you mean "{tmp_path}/my_rewards.py"?' in message
 
 
-def test_a_missing_module_is_named():
+def test_missing_module_error_names_the_module():
     assert "no_such_module_here" in error_of("no_such_module_here:f")
 
 
-def test_a_missing_name_is_told_the_nearest(tmp_path):
+def test_missing_name_error_names_the_nearest_name(tmp_path):
     (tmp_path / "names_to_miss.py").write_text("def brevity(): ...\n")
     assert 'no "brevty"; did you mean "brevity"?' in error_of(f"{tmp_path}/names_to_miss.py:brevty")
 
 
-def test_a_syntax_error_is_located(tmp_path):
+def test_syntax_error_names_file_and_line(tmp_path):
     (tmp_path / "broken_syntax.py").write_text("x = 1\ndef f(:\n")
     message = error_of(f"{tmp_path}/broken_syntax.py:f")
     assert "broken_syntax.py, line 2" in message
 
 
-def test_an_import_that_fails_within_the_file_is_named(tmp_path):
+def test_failed_import_within_the_file_is_named(tmp_path):
     (tmp_path / "imports_nothing.py").write_text("import surely_not_installed\n")
     assert "surely_not_installed" in error_of(f"{tmp_path}/imports_nothing.py:f")
 
 
 @pytest.mark.parametrize("name", ["OwnError", "StopIteration"])
-def test_any_error_within_the_file_is_told_with_its_line(tmp_path, name):
+def test_error_within_the_file_is_reported_with_its_line(tmp_path, name):
     (tmp_path / f"raises_{name}.py").write_text(f"class OwnError(Exception): ...\nraise {name}('no\\nluck')\n")
     message = error_of(f"{tmp_path}/raises_{name}.py:f")
     assert message.endswith(f"raises_{name}.py cannot be imported: {name}: no luck (raises_{name}.py, line 2)")
 
 
-@pytest.mark.parametrize("taken", ["json", "math", "colorsys"])  # imported; built in; installed, not imported
+@pytest.mark.parametrize("taken", ["json", "math", "colorsys"])  # imported, built in, and installed but not imported
 def test_a_file_whose_module_name_is_taken_is_refused(tmp_path, taken):
     (tmp_path / f"{taken}.py").write_text("def f(): ...\n")
     assert "rename the file" in error_of(f"{tmp_path}/{taken}.py:f")
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
+def test_two_files_with_one_module_name_are_refused(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same_stem.py").write_text(f"where = '{folder}'\n")
@@ -117,12 +117,12 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     assert "rename" in message
 
 
-def test_a_file_name_that_is_no_module_name_is_refused(tmp_path):
+def test_invalid_module_name_is_refused(tmp_path):
     (tmp_path / "my-reward.py").write_text("")
     assert "rename the file" in error_of(f"{tmp_path}/my-reward.py:f")
 
 
-def test_tasks_need_no_torch():
+def test_tasks_do_not_import_torch():
     modules = ", ".join(
         f"pellucid.{name}" for name in ("tasks.arithmetic", "tasks.dataset", "rewards.pool", "rewards.worker")
     )

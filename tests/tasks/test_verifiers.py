@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, played by the package itself."""
+"""Test environments of the package `verifiers`, played by the package itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_task(**settings):
 
 
 @pytest.mark.slow
-def test_the_prompts_are_the_tasks_of_the_taskset_and_splits_share_none():
+def test_prompts_are_the_tasks_of_the_taskset_and_splits_share_none():
     asked = {
         split: Verifiers(env={"taskset": {"id": "taskset-of-echoes", "most": 40}}, split=split).sample(0, n)
         for split, n in (("train", 36), ("test", 4))
@@ -56,7 +56,7 @@ def test_the_order_is_a_function_of_seed_split_and_step():
     assert all([p.text for p in task.sample(1, 4)] != [p.text for p in other] for other in others)
 
 
-def test_the_reward_of_the_environment_is_the_grade():
+def test_reward_of_the_environment_is_the_reward():
     def reward(**outcome):
         completion = Completion((1,), (0.0,), "a", True, outcome=ConversationOutcome(**outcome) if outcome else None)
         return Verifiers(env=ECHOES).reward(Prompt("p", "a"), completion)
@@ -71,7 +71,7 @@ def test_the_reward_of_the_environment_is_the_grade():
 
 
 @pytest.mark.slow
-def test_episodes_are_played_with_the_policy_and_graded_by_the_package(tmp_path):
+def test_episodes_are_played_by_the_policy_and_graded_by_the_package(tmp_path):
     policy = make_policy()
     policy.tokenizer.chat_template = TEMPLATE
     task = Verifiers(env=ECHOES)
@@ -94,7 +94,7 @@ def test_episodes_are_played_with_the_policy_and_graded_by_the_package(tmp_path)
 
 @contextmanager
 def speaker(*messages):
-    """A policy that says these messages, one after the other. Yields its address and the list of what it was asked."""
+    """Serve a policy that answers with these messages in turn. Yield its address and the list of requests."""
     asked, left = [], list(messages)
 
     class Handler(BaseHTTPRequestHandler):
@@ -133,17 +133,17 @@ def speaker(*messages):
 @pytest.fixture(autouse=True)
 def _variables(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "x")
-    monkeypatch.setenv("PYTHONPATH", str(Path(taskset_of_echoes.__file__).parent))  # its tools are served by a process
+    monkeypatch.setenv("PYTHONPATH", str(Path(taskset_of_echoes.__file__).parent))  # another process serves the tools
 
 
 def play(env, url):
     [prompt, *_] = Verifiers(env=env).sample(0, 1)
-    with ThreadPoolExecutor(1) as beside:  # as in a process of its own: no event loop is running there
+    with ThreadPoolExecutor(1) as beside:  # a thread without a running event loop, as in a worker process
         return beside.submit(Episode(json.dumps(env)), prompt.columns, SimpleNamespace(base_url=url)).result()
 
 
 @pytest.mark.slow
-def test_tools_are_called_and_what_they_say_is_heard():
+def test_tool_calls_are_answered_in_the_conversation():
     other = {**CALL, "id": "c2", "function": {"name": "divide", "arguments": "{}"}}
     with speaker({"content": None, "tool_calls": [CALL, other]}, {"content": "12345"}) as (url, asked):
         assert play(with_task(tools=True), url) == pytest.approx(2.0 * 0.01 * 5)
@@ -154,7 +154,7 @@ def test_tools_are_called_and_what_they_say_is_heard():
 
 
 @pytest.mark.slow
-def test_an_environment_that_ends_a_conversation_grades_it():
+def test_conversation_ended_by_the_environment_is_graded():
     env = {**with_task(tools=True), "agent": {"max_turns": 1}}
     with speaker({"content": "123", "tool_calls": [CALL]}) as (url, asked):
         assert play(env, url) == pytest.approx(2.0 * 0.01 * 3)
@@ -162,13 +162,13 @@ def test_an_environment_that_ends_a_conversation_grades_it():
 
 
 @pytest.mark.slow
-def test_what_fails_in_an_environment_is_said_in_its_words():
+def test_error_in_an_environment_is_raised_with_its_message():
     with speaker({"content": "a"}) as (url, _), pytest.raises(RuntimeError, match="the scale is broken"):
         play(with_task(fails=True), url)
 
 
 @pytest.mark.slow
-def test_a_seat_that_is_not_trained_is_no_part_of_the_reward_and_needs_a_client_of_its_own():
+def test_untrained_agent_does_not_count_and_needs_its_own_client():
     env = {**ECHOES, "id": "pair-of-seats"}
     with speaker({"content": "1234"}, {"content": "1"}) as (url, asked):
         with pytest.raises(ValueError, match=r"the agent critic is not trained: .* in \[task\.env\.critic\]"):
@@ -189,20 +189,20 @@ def test_a_seat_that_is_not_trained_is_no_part_of_the_reward_and_needs_a_client_
         ({**ECHOES, "agent": 3}, "unsupported operand"),
     ],
 )
-def test_a_mistake_is_one_line(env, told):
+def test_invalid_environments_are_refused_in_one_line(env, told):
     with pytest.raises(ValueError, match=told) as raised:
         Verifiers(env=env)
     assert "\n" not in str(raised.value)
     assert str(raised.value).endswith("[task.env] is what verifiers calls [env]")
 
 
-def test_an_episode_has_some_time():
+def test_timeout_must_be_positive():
     with pytest.raises(ValueError, match=r"timeout = 0.0 must be a positive number of seconds"):
         Verifiers(env=ECHOES, timeout=0.0)
 
 
 @pytest.mark.slow
-def test_five_steps_are_trained_by_the_command(tmp_path):
+def test_train_command_runs_five_steps(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
     for part in (tiny_llama_of(tokenizer), tokenizer):

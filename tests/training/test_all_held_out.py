@@ -1,4 +1,4 @@
-"""`evaluate.n = 0` asks every held-out prompt."""
+"""Tests of `evaluate.n = 0`, which asks every held-out prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(path, questions):
 
 @pytest.fixture
 def held_out(recipe, tmp_path):
-    """The recipe with 7 held-out rows, two of which ask the same."""
+    """Return the recipe with 7 held-out rows, two of which have the same question."""
     text = recipe.read_text()
     train_file = write(tmp_path / "train.jsonl", [f"{i}+1?" for i in range(12)])
     test_file = write(tmp_path / "test.jsonl", [*(f"{i}*2?" for i in range(6)), "5*2?"])
@@ -36,13 +36,13 @@ def test_each_question_is_asked_once(held_out):
     assert len(sample_held_out_prompts(task, 4)) <= 4
 
 
-def test_a_dry_run_says_how_many_that_are(held_out, tmp_path, capsys):
+def test_dry_run_prints_the_number_of_held_out_prompts(held_out, tmp_path, capsys):
     assert train(held_out, "--run", tmp_path / "run", "--evaluate.n", 0, "--dry-run") == 0
     assert "7 held out (an evaluation asks 7 of these)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
-def test_a_run_and_an_evaluation_ask_all(held_out, tmp_path, capsys):
+def test_run_and_eval_command_ask_all_held_out_prompts(held_out, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(held_out, "--run", run_dir, "--evaluate.n", 0, "--algorithm.steps", 1) == 0
     assert [record["n"] for record in records(run_dir / "evals.jsonl")] == [6, 6]
@@ -51,7 +51,7 @@ def test_a_run_and_an_evaluation_ask_all(held_out, tmp_path, capsys):
     assert "6 prompts" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_task_without_a_number_of_prompts_is_refused_in_one_line(recipe, tmp_path, capsys):
+def test_task_without_a_fixed_number_of_prompts_is_refused(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", "--evaluate.n", 0) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("pellucid: evaluate.n = 0 asks all held-out prompts")

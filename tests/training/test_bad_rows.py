@@ -1,4 +1,4 @@
-"""Rows that the policy cannot be asked are found before step 1; a run that its data ends can go on, and be exported."""
+"""Tests of bad rows, which are found before step 1, and of runs that bad data ends, which can be resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def model(tmp_path):
-    """A model of 128 positions, whose tokenizer knows one token more than it has embeddings of: the letter z."""
+    """Return a model of 128 positions whose tokenizer has one token without an embedding, the letter z."""
     folder = tmp_path / "model"
     tiny_llama().save_pretrained(folder)
     tokenizer = character_tokenizer(CHARACTERS)
@@ -47,7 +47,7 @@ def write_rows(path, questions):
 
 
 def made(tmp_path, model, train_rows, test_rows=()):
-    """A recipe on these questions, the held-out ones in a file of their own."""
+    """Return a recipe with these questions, the held-out ones in a separate file."""
     recipe = tiny_recipe(tmp_path / "bad.toml", model)
     text = recipe.read_text()
     head, tail = text[: text.index("[task]")], text[text.index("[sampler]") :]
@@ -76,7 +76,7 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(kind, split, tmp_path, mode
     assert not (tmp_path / "run").exists()
 
 
-def test_all_bad_rows_are_told_at_once_and_the_count_of_more(tmp_path, model, capsys):
+def test_error_lists_five_bad_rows_and_counts_the_rest(tmp_path, model, capsys):
     recipe = made(tmp_path, model, [*good(4), *(q for q, _ in BAD.values()), *good(2), *["e1", "e2", "e3"]])
     assert train(recipe, "--run", tmp_path / "run") == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -85,7 +85,7 @@ def test_all_bad_rows_are_told_at_once_and_the_count_of_more(tmp_path, model, ca
     assert line.endswith("; and 2 more bad rows; fix them, or set task.skip_bad_rows = true (docs/how-to/data.md)")
 
 
-def test_one_reason_for_many_rows_is_said_once(tmp_path, model, capsys):
+def test_error_states_a_shared_reason_once(tmp_path, model, capsys):
     question, reason = next(iter(BAD.values()))
     recipe = made(tmp_path, model, [*good(4), *[question] * 9])
     assert train(recipe, "--run", tmp_path / "run") == 2
@@ -94,7 +94,7 @@ def test_one_reason_for_many_rows_is_said_once(tmp_path, model, capsys):
 
 
 @pytest.mark.slow
-def test_bad_rows_are_skipped_on_request_and_said(tmp_path, model, capsys):
+def test_skip_bad_rows_leaves_them_out_with_a_warning(tmp_path, model, capsys):
     bad = [q for q, _ in BAD.values()]
     recipe = made(tmp_path, model, [*good(), *bad], [*(f"{i}*2?" for i in range(6)), *bad])
     settings = ["--run", tmp_path / "run", "--task.skip-bad-rows", "--algorithm.steps", 4, "--evaluate.n", 99]
@@ -107,17 +107,17 @@ def test_bad_rows_are_skipped_on_request_and_said(tmp_path, model, capsys):
     assert answered("eval", tmp_path / "run") == 0
 
 
-def test_an_evaluation_needs_only_good_rows_that_it_asks(tmp_path, model, capsys):
+def test_eval_checks_only_the_rows_that_it_asks(tmp_path, model, capsys):
     recipe = made(tmp_path, model, [*good(), "1" * 119], good(6))
     assert answered("eval", model, "--task", recipe, "--evaluate.n", 99) == 0
     write_rows(tmp_path / "test.jsonl", [*good(6), "1z"])
-    clear_dataset_caches()  # as in another process
+    clear_dataset_caches()  # as if in another process
     capsys.readouterr()
     assert answered("eval", model, "--task", recipe, "--evaluate.n", 99) == 2
     assert "test.jsonl, line 7: token 28" in capsys.readouterr().err
 
 
-def test_a_task_without_an_end_is_tried(tmp_path, recipe, capsys):
+def test_prompts_of_endless_tasks_are_checked(tmp_path, recipe, capsys):
     settings = ["--task.name", "arithmetic", "--sampler.max-tokens", 120]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -125,7 +125,7 @@ def test_a_task_without_an_end_is_tried(tmp_path, recipe, capsys):
     assert "tokens, more than 8, which leave room for sampler.max_tokens = 120" in line
 
 
-# ---------------------------------------------------------------- a run that its data ends
+# ---------------------------------------------------------------- runs that bad data ends
 
 
 def error_of(capsys):
@@ -134,7 +134,7 @@ def error_of(capsys):
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_its_data_ends_is_saved_and_goes_on_with_the_data_mended(tmp_path, recipe, capsys, rounds):
+def test_run_ended_by_bad_data_is_saved_and_resumes_with_fixed_data(tmp_path, recipe, capsys, rounds):
     folder, data = tmp_path / "run", tmp_path / "data.txt"
     data.write_text("bad")
     text = recipe.read_text()
@@ -166,7 +166,7 @@ def test_a_run_that_its_data_ends_is_saved_and_goes_on_with_the_data_mended(tmp_
 
 
 @pytest.mark.slow
-def test_two_processes_save_together_where_the_data_of_one_ends_them(tmp_path, recipe):
+def test_two_processes_save_together_when_bad_data_ends_the_run(tmp_path, recipe):
     """Both prompts of step 4 are too long, and each process has one of them."""
     (tmp_path / "data.txt").write_text("bad")
     text = recipe.read_text()
@@ -180,7 +180,7 @@ def test_two_processes_save_together_where_the_data_of_one_ends_them(tmp_path, r
 
 
 @pytest.mark.parametrize("settings", [[], ["--policy.lora", "2"]], ids=["whole", "adapter"])
-def test_the_last_checkpoint_is_exported_as_the_run_would_save_it(recipe, tmp_path, settings, capsys):
+def test_export_of_the_last_checkpoint_equals_the_saved_model(recipe, tmp_path, settings, capsys):
     few = ["--evaluate.every", 0, "--policy.dtype", "bfloat16", "--algorithm.steps", 2]
     assert train(recipe, "--run", tmp_path / "run", *few, *settings) == 0
     assert answered("export", tmp_path / "run") == 0
@@ -190,7 +190,7 @@ def test_the_last_checkpoint_is_exported_as_the_run_would_save_it(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_rows_in_memory_may_be_others_where_they_have_ended_the_run(tmp_path, model):
+def test_rows_in_memory_may_change_after_they_ended_the_run(tmp_path, model):
     rows = [{"question": q, "answer": "1"} for q in good()]
     settings = {"model": str(model), "max_tokens": 10, "prompts_per_step": 4, "group_size": 4, "evaluate_every": 0}
     folder, others = tmp_path / "run", [*rows, {"question": "9+9?", "answer": "1"}]

@@ -1,4 +1,4 @@
-"""The model of the best evaluation is kept, whatever ends the run, and evaluations that find nothing better end it."""
+"""Tests that a run keeps the model of its best evaluation, and ends after evaluations without a new best."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from runs import answered, launch, same_run, same_weights, train, weights
 
 ALL = ["--checkpoint.keep_finished", "all", "--checkpoint.keep_last", 9, "--evaluate.n", 20]
 RISES_AND_FALLS = {0: 4, 2: 10, 4: 18, 6: 2}
-"""Right answers of 20, by step."""
+"""Right answers out of 20, by step."""
 
 
 @pytest.fixture
 def graded(monkeypatch):
-    """A function after which evaluations find so many right answers of 20; the rest of them is real."""
+    """Return a function that sets the number of right answers out of 20 by step; all else of an evaluation is real."""
     evaluate = run.evaluate_policy
 
     def grade(right):
@@ -47,7 +47,7 @@ def best(run_dir):
 
 
 def is_of_step(run_dir, step):
-    """Whether the kept model has the weights of a step, and says so."""
+    """Return whether the kept model has the weights of a step and records that step."""
     masters = load_file(run_dir / "checkpoints" / f"step-{step:06d}" / "policy.safetensors")
     kept = weights(run_dir, "model-best")
     return best(run_dir)["step"] == step and all(torch.equal(kept[name], x) for name, x in masters.items())
@@ -73,9 +73,7 @@ def test_the_model_of_the_best_evaluation_is_kept_and_named(recipe, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_only_as_good_replaces_nothing_and_the_first_model_is_not_kept(
-    recipe, tmp_path, graded, capsys
-):
+def test_tie_replaces_no_best_model_and_the_first_one_is_not_kept(recipe, tmp_path, graded, capsys):
     graded({0: 4, 2: 10, 4: 10, 6: 10})
     assert train(recipe, "--run", tmp_path / "ties", *ALL) == 0
     assert is_of_step(tmp_path / "ties", 2)
@@ -88,9 +86,7 @@ def test_an_evaluation_that_is_only_as_good_replaces_nothing_and_the_first_model
 
 
 @pytest.mark.slow
-def test_a_sign_is_printed_once_also_where_the_run_is_resumed_and_the_page_has_it(
-    recipe, tmp_path, monkeypatch, graded, capsys
-):
+def test_accuracy_warning_is_printed_once_across_a_resume(recipe, tmp_path, monkeypatch, graded, capsys):
     graded({0: 18, 2: 2, 4: 2, 6: 2})
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
@@ -106,7 +102,7 @@ def test_a_sign_is_printed_once_also_where_the_run_is_resumed_and_the_page_has_i
 
 
 @pytest.mark.slow
-def test_nothing_is_kept_where_the_settings_say_so(recipe, tmp_path, graded, capsys):
+def test_no_best_model_is_saved_with_no_keep_best(recipe, tmp_path, graded, capsys):
     graded(RISES_AND_FALLS)
     assert train(recipe, "--run", tmp_path / "run", *ALL, "--checkpoint.no-keep-best") == 0
     assert not (tmp_path / "run" / "model-best").exists()
@@ -114,7 +110,7 @@ def test_nothing_is_kept_where_the_settings_say_so(recipe, tmp_path, graded, cap
 
 
 @pytest.mark.slow
-def test_the_best_of_the_last_step_shares_its_weights_with_the_model_until_that_changes(recipe, tmp_path, graded):
+def test_best_model_of_the_last_step_shares_the_weights_file(recipe, tmp_path, graded):
     graded({0: 4, 2: 3, 4: 5, 6: 18, 8: 1})
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, *ALL) == 0
@@ -128,7 +124,7 @@ def test_the_best_of_the_last_step_shares_its_weights_with_the_model_until_that_
 
 
 def dies_while_it_saves(patched):
-    """In the middle of the folder that is to replace an earlier one."""
+    """Die during the save of a folder that is to replace an earlier one."""
     save = Policy.save
 
     def dying(policy, folder, *rest):
@@ -140,7 +136,7 @@ def dies_while_it_saves(patched):
 
 
 def dies_before_it_saves(patched):
-    """When the evaluation is logged."""
+    """Die when the evaluation is logged."""
     log = JsonlLogger.log_evaluation
 
     def dying(logger, step, evaluation):
@@ -195,9 +191,7 @@ def test_a_run_killed_anywhere_keeps_the_same_best_model(recipe, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_a_best_model_of_steps_that_are_taken_anew_with_other_settings_is_not_the_best(
-    recipe, tmp_path, monkeypatch, graded, capsys
-):
+def test_best_model_of_discarded_steps_is_deleted_at_a_resume(recipe, tmp_path, monkeypatch, graded, capsys):
     graded(RISES_AND_FALLS)
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
@@ -210,7 +204,7 @@ def test_a_best_model_of_steps_that_are_taken_anew_with_other_settings_is_not_th
     assert "best     step 2, greedy accuracy 0.50 [0.30, 0.70]: its model was not kept" in capsys.readouterr().out
 
 
-def test_a_full_disk_costs_the_best_model_alone(recipe, tmp_path, monkeypatch, graded, capsys):
+def test_full_disk_loses_only_the_best_model(recipe, tmp_path, monkeypatch, graded, capsys):
     graded(RISES_AND_FALLS)
     run_dir, save = tmp_path / "run", Policy.save
 
@@ -230,7 +224,7 @@ def test_a_full_disk_costs_the_best_model_alone(recipe, tmp_path, monkeypatch, g
 
 
 @pytest.mark.slow
-def test_evaluations_without_a_new_best_end_a_run_as_its_last_step_does(recipe, tmp_path, graded, capsys):
+def test_patience_ends_a_run_after_evaluations_without_a_new_best(recipe, tmp_path, graded, capsys):
     graded({0: 4, 2: 10, 4: 10, 6: 3, 8: 19, 10: 1})
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     settings = [*ALL, "--algorithm.steps", 10, "--checkpoint.every", 4, "--optimizer.schedule", "constant"]
@@ -242,7 +236,7 @@ def test_evaluations_without_a_new_best_end_a_run_as_its_last_step_does(recipe, 
     assert "after step 6 of 10: no new best in 2 evaluations (evaluate.patience)" in capsys.readouterr().out
     assert train("--resume", run_dir) == 0
     assert "finished after step 6: its evaluations found no new best; --evaluate.patience 0" in capsys.readouterr().out
-    shutil.rmtree(run_dir / "model")  # killed when all was saved but that
+    shutil.rmtree(run_dir / "model")  # as if killed before it was saved
     assert train("--resume", run_dir) == 0
     assert (run_dir / "model").is_dir()
     assert [record["step"] for record in records(run_dir / "metrics.jsonl")][-1] == 6
@@ -253,7 +247,7 @@ def test_evaluations_without_a_new_best_end_a_run_as_its_last_step_does(recipe, 
 
 
 @pytest.mark.slow
-def test_a_kept_model_is_asked_and_served_with_the_task_of_its_run(recipe, tmp_path, graded, monkeypatch, capsys):
+def test_best_model_is_evaluated_and_served_with_the_task_of_its_run(recipe, tmp_path, graded, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     with monkeypatch.context():
         graded(RISES_AND_FALLS)
@@ -278,9 +272,8 @@ def test_a_kept_model_is_asked_and_served_with_the_task_of_its_run(recipe, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--policy.lora", 2]], ids=["whole weights", "adapter"])
-def test_two_processes_that_share_parameters_keep_the_model_that_one_keeps_and_train_on_to_the_same_bits(
-    recipe, tmp_path, settings
-):
+def test_two_sharded_processes_keep_the_same_best_model_as_one(recipe, tmp_path, settings):
+    """Saving the best model changes no bit of the training."""
     settings = [*ALL, *settings, "--optimizer.lr", "3e-3", "--algorithm.steps", 8, "--checkpoint.every", 0]
     runs = {name: tmp_path / name for name in ("one", "two", "without")}
     assert train(recipe, "--run", runs["one"], *settings) == 0

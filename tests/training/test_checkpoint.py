@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and give back what they were given."""
+"""Tests of checkpoints: each is complete or absent, and restores what was saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save(run_dir, step, keep_last=2):
     return checkpoint.write_checkpoint(run_dir, step, TENSORS, {"updates": 7}, keep_last)
 
 
-def test_what_was_saved_comes_back(tmp_path):
+def test_checkpoint_round_trip(tmp_path):
     tensors, facts = checkpoint.load_checkpoint(save(tmp_path, 5))
     assert facts == {"step": 5, "updates": 7}
     assert tensors.keys() == TENSORS.keys()
@@ -35,13 +35,13 @@ def test_what_was_saved_comes_back(tmp_path):
     assert torch.equal(tensors["optimizer"]["a/step"], TENSORS["optimizer"]["a/step"])
 
 
-def test_only_the_last_are_kept_in_order_of_steps(tmp_path):
+def test_only_the_last_checkpoints_are_kept(tmp_path):
     for step in (9, 10, 100):
         save(tmp_path, step)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000010", "step-000100"]
 
 
-def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monkeypatch):
+def test_failed_save_keeps_earlier_checkpoints(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def full(*_):
@@ -54,7 +54,7 @@ def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monke
     assert list((tmp_path / "checkpoints").iterdir()) == list_checkpoints(tmp_path), "no rubbish is left behind"
 
 
-def test_a_killed_save_is_not_taken_for_a_checkpoint(tmp_path):
+def test_partial_folder_is_not_listed_as_a_checkpoint(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoints" / "step-000002.partial").mkdir()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
@@ -63,15 +63,15 @@ def test_a_killed_save_is_not_taken_for_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["policy.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, file):
+def test_damaged_checkpoint_raises_a_clear_error(tmp_path, file):
     folder = save(tmp_path, 3)
     (folder / file).write_bytes((folder / file).read_bytes()[:10])
     with pytest.raises(UserError, match="step-000003 is damaged"):
         checkpoint.load_checkpoint(folder)
 
 
-def test_replayed_rollouts_come_back_as_they_were(tmp_path):
-    """Of every process its own, with all that is known of prompts and prefixes."""
+def test_replayed_rollouts_round_trip(tmp_path):
+    """Each process gets its own rollouts back, with their prompts and demonstrations."""
 
     def rollouts(*tokens, shown=()):
         completions = tuple(Completion((t,) * n, (-0.5,) * n, "", True) for n, t in enumerate(tokens, 1))
@@ -96,8 +96,8 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
             assert all(torch.equal(mine.get_tensors()[name], x) for name, x in theirs.get_tensors().items())
 
 
-def test_every_generator_goes_on_where_it_was():
-    """Normals are drawn in pairs: the second of one is waiting."""
+def test_random_generators_continue_after_a_restore():
+    """Normals are drawn in pairs: the second value of a pair is pending when the state is saved."""
     random.gauss(0, 1)
     np.random.randn()
 
@@ -131,7 +131,7 @@ def three_files(run_dir, step):
 
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("file", [*(f"{name}.safetensors" for name in FILES), "state.json", "SHA256SUMS"])
-def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, harm):
+def test_damage_is_reported_and_the_previous_checkpoint_is_loaded(tmp_path, file, harm):
     three_files(tmp_path, 1)
     HARM[harm](three_files(tmp_path, 2) / file)
     tensors, facts, [line] = checkpoint.load_newest_checkpoint(tmp_path)
@@ -141,20 +141,20 @@ def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, 
     assert "step-000001 is loaded instead" in line
 
 
-def test_all_files_of_the_optimizer_cannot_go_unnoticed(tmp_path):
+def test_missing_optimizer_file_raises_an_error(tmp_path):
     (three_files(tmp_path, 2) / "optimizer.exp_avg.safetensors").unlink()
     with pytest.raises(UserError, match=r"optimizer\.exp_avg\.safetensors is missing"):
         checkpoint.load_newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"step": 3}', '{"step": "2"}'])
-def test_a_state_that_is_not_of_its_step_is_damage(tmp_path, text):
+def test_state_of_another_step_counts_as_damage(tmp_path, text):
     (three_files(tmp_path, 2) / "state.json").write_text(text)
     with pytest.raises(UserError, match="step-000002 is damaged"):
         checkpoint.load_newest_checkpoint(tmp_path)
 
 
-def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
+def test_error_lists_all_damaged_checkpoints_and_the_fix(tmp_path):
     for step in (1, 2):
         (three_files(tmp_path, step) / "state.json").write_text("{}")
     with pytest.raises(UserError) as refused:
@@ -166,7 +166,7 @@ def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
 
 
 class OneOfTwo:
-    """A process group of two threads."""
+    """A process group whose two ranks are threads."""
 
     def __init__(self, rank, barrier, shared):
         self.rank, self.barrier, self.shared, self.is_main = rank, barrier, shared, rank == 0
@@ -179,8 +179,8 @@ class OneOfTwo:
         return gathered
 
 
-def test_a_checkpoint_that_one_process_cannot_read_ends_all(tmp_path, monkeypatch):
-    """As with a file system that another machine has not caught up with."""
+def test_all_processes_fail_if_one_cannot_read_a_checkpoint(tmp_path, monkeypatch):
+    """On a shared file system, one machine may see a checkpoint later than another."""
     three_files(tmp_path, 2)
     load, barrier, shared, ends = checkpoint.load_checkpoint, threading.Barrier(2), {}, {}
 
@@ -212,7 +212,7 @@ def test_sha256sum_checks_a_checkpoint(tmp_path):
     assert sorted(checked.stdout.splitlines()) == sorted(f"{p.name}: OK" for p in folder.iterdir() if p.suffix)
 
 
-def test_what_a_killed_save_left_is_no_part_of_the_next(tmp_path):
+def test_leftovers_of_a_killed_save_are_not_in_the_next_checkpoint(tmp_path):
     rest = tmp_path / "checkpoints" / "step-000001.partial" / "reference.safetensors"
     rest.parent.mkdir(parents=True)
     rest.write_text("half of a file")
@@ -227,7 +227,8 @@ def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
     assert [checkpoint.get_checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [999_999, 1_000_000]
 
 
-def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+def test_checkpoint_files_are_synced_before_the_rename(tmp_path, monkeypatch):
+    """The parent folders are synced after it."""
     save(tmp_path, 1, keep_last=1)
     synced = []
     sync = checkpoint.files.sync_path
@@ -240,8 +241,8 @@ def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after
 
 
 @pytest.mark.slow
-def test_a_reference_that_follows_the_policy_is_not_rounded(recipe, tmp_path):
-    """A frozen one is kept in the compute dtype; this one is the policy's masters after each step."""
+def test_moving_reference_is_saved_unrounded(recipe, tmp_path):
+    """A frozen reference is kept in the compute dtype; this one copies the policy's fp32 masters after each step."""
     words = ["--policy.dtype", "bfloat16", "--algorithm.reference_every", 1, "--algorithm.steps", 2]
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, *words, "--evaluate.every", 0, "--checkpoint.every", 1) == 0

@@ -1,4 +1,4 @@
-"""`algorithm.data_epochs`: passes over the rows of a data set, from which the number of steps follows."""
+"""Tests of `algorithm.data_epochs`, the passes over a data set that determine the number of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = (
 
 @pytest.fixture
 def rows(tmp_path):
-    """Ten rows to train on."""
+    """Return a file of ten rows to train on."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(10)))
     return path
@@ -31,7 +31,7 @@ def settings_of(run):
 
 
 @pytest.mark.parametrize(("epochs", "asked"), [("2", {2}), ("1.2", {1, 2})])
-def test_a_run_asks_each_row_so_often(epochs, asked, recipe, rows, tmp_path):
+def test_each_row_is_asked_once_per_epoch(epochs, asked, recipe, rows, tmp_path):
     """Twenty prompts are five steps of four, twelve are three."""
     run = tmp_path / "run"
     data = ["--task.name", "dataset", "--task.data", str(rows), "--task.test-share", "0"]
@@ -44,7 +44,7 @@ def test_a_run_asks_each_row_so_often(epochs, asked, recipe, rows, tmp_path):
     assert {count // 2 for count in counts.values()} == asked
 
 
-def test_of_a_curriculum_an_epoch_is_its_pool(recipe, rows, tmp_path):
+def test_epoch_of_a_curriculum_is_its_pool(recipe, rows, tmp_path):
     run = tmp_path / "run"
     curriculum = ["--task.name", "curriculum", "--task.pool", "8", "--task.task.name", "dataset"]
     data = ["--task.task.data", str(rows), "--task.task.test-share", "0"]
@@ -52,12 +52,12 @@ def test_of_a_curriculum_an_epoch_is_its_pool(recipe, rows, tmp_path):
     assert settings_of(run)["steps"] == 2
 
 
-def test_a_task_that_makes_up_its_questions_has_no_epochs(recipe, tmp_path, capsys):
+def test_task_that_generates_questions_refuses_data_epochs(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", *SMALL, "--algorithm.data-epochs", "1") == 2
     assert "algorithm.steps" in capsys.readouterr().err
 
 
-def test_the_length_of_a_run_is_stated_once(tmp_path):
+def test_steps_and_data_epochs_exclude_each_other(tmp_path):
     """Steps given later replace the epochs of a recipe; both at once are refused."""
     recipe = tmp_path / "r.toml"
     recipe.write_text("[algorithm]\ndata_epochs = 2\n")

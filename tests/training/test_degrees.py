@@ -1,4 +1,4 @@
-"""A task of degrees, from its data to a study's page: no answer is right or wrong, and nothing says that one is."""
+"""Tests of tasks with continuous rewards: no output, report or record calls an answer right or wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ended(*arguments):
     return exit_.value.code
 
 
-def test_a_function_of_one_s_own_gives_degrees_unless_it_is_named_as_what_decides(own):
+def test_custom_reward_gives_degrees_unless_a_reward_decides(own):
     said = Completion((1,), (0.0,), "12x", True)
     for names, named, degree, correct in (
         ((own,), "", True, False),
@@ -58,7 +58,7 @@ def test_a_function_of_one_s_own_gives_degrees_unless_it_is_named_as_what_decide
 
 
 @pytest.mark.slow
-def test_a_run_speaks_of_the_reward_from_its_first_look_to_its_report(degrees, tmp_path, capsys):
+def test_output_and_report_show_rewards_without_verdicts(degrees, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(degrees, "--run", run_dir) == 0
     out = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_a_run_speaks_of_the_reward_from_its_first_look_to_its_report(degrees, t
     assert any("groups/dead_equal" in row for row in rows)
 
 
-def test_every_answer_of_an_evaluation_goes_into_a_file(degrees, model_dir, tmp_path, capsys):
+def test_eval_writes_every_answer_to_a_file(degrees, model_dir, tmp_path, capsys):
     path = tmp_path / "new" / "answers.jsonl"
     command = ["eval", model_dir, "--task", degrees, "--show", 0, "--output", path]
     assert ended(*command) == 0

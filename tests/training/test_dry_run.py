@@ -1,4 +1,4 @@
-"""`pellucid train --dry-run` refuses what a run refuses before it loads the model."""
+"""Tests that `pellucid train --dry-run` refuses the settings that a run refuses before it loads the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)
 @pytest.mark.parametrize("dry", [True, False], ids=["dry", "run"])
-def test_settings_that_contradict_one_another_are_refused_before_a_model_is_loaded(
+def test_contradictory_settings_are_refused_before_a_model_is_loaded(
     message, dry, recipe, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(load, "load_pretrained", None)
@@ -37,14 +37,14 @@ def test_settings_that_contradict_one_another_are_refused_before_a_model_is_load
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_each_process_must_have_as_many_prompts(monkeypatch):
+def test_prompts_must_divide_evenly_among_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=r"prompts_per_step = 4 must be a multiple of processes \* minibatches = 6"):
         check_settings(config.load_config(None, ["--algorithm.prompts-per-step", "4", "--algorithm.minibatches", "2"]))
 
 
-def test_infinities_and_nan_are_printed_as_toml_reads_them():
-    """A task of the user may have them as defaults."""
+def test_format_toml_writes_valid_infinities_and_nan():
+    """A custom task may have them as defaults."""
     values = {"task": {"high": math.inf, "lows": [-math.inf], "unknown": math.nan}}
     read = tomllib.loads(config.format_toml(values))["task"]
     assert (read["high"], read["lows"]) == (math.inf, [-math.inf])

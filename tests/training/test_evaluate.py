@@ -1,4 +1,4 @@
-"""Estimators against enumeration, intervals against their defining equation and textbook values."""
+"""Tests of evaluation: estimators against enumeration, intervals against their equation and textbook values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pellucid.types import Progress, Prompt, Reward, Sampling
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4), (8, 3, 1)])
-def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples, correct, k):
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_answer(samples, correct, k):
     answers = [True] * correct + [False] * (samples - correct)
     draws = list(itertools.combinations(answers, k))
     assert compute_pass_at_k(k, samples, correct) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -53,7 +53,7 @@ def test_wilson_intervals_have_their_textbook_values():
     assert (none.low, round(none.high, 4)) == (0.0, 0.1611)
 
 
-def test_the_bounds_are_where_the_mean_is_196_standard_errors_away():
+def test_wilson_bounds_are_1_96_standard_errors_from_the_share():
     measured = estimate_share([1.0] * 30 + [0.0] * 70)
     for bound in (measured.low, measured.high):
         assert abs(0.3 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 100), rel=1e-6)
@@ -63,12 +63,12 @@ def test_the_bounds_are_where_the_mean_is_196_standard_errors_away():
     ("freedom", "t"),
     [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (29, 2.045), (30, 2.042), (120, 1.980)],
 )
-def test_quantiles_are_those_of_the_printed_tables(freedom, t):
-    """Student's distribution, two-sided 5%, in any textbook."""
+def test_student_quantiles_match_printed_tables(freedom, t):
+    """Two-sided 5% quantiles of Student's distribution, as in any textbook."""
     assert round(compute_student_quantile(freedom), 3) == t
 
 
-def test_the_interval_of_a_mean_by_hand():
+def test_interval_of_a_mean_matches_hand_computation():
     """Mean 3, standard deviation sqrt(10 / 4), five values: 2.776 * sqrt(2.5 / 5) = 1.963."""
     measured = estimate_mean([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (measured.value, round(measured.low, 3), round(measured.high, 3)) == (3.0, 1.037, 4.963)
@@ -78,8 +78,8 @@ def test_the_interval_of_a_mean_by_hand():
     assert (one.value, one.low, one.high) == (2.0, -math.inf, math.inf)
 
 
-def test_the_interval_of_a_mean_holds_it_as_often_as_it_says():
-    """Simulated: of 4,000 samples of seven values, 95% of the intervals hold the mean they were drawn around."""
+def test_interval_of_a_mean_covers_it_in_95_percent_of_samples():
+    """Simulated with 4,000 samples of seven normal values each."""
     rng = random.Random(0)
     samples = (estimate_mean([rng.gauss(0.3, 2.0) for _ in range(7)]) for _ in range(4000))
     held = sum(interval.low <= 0.3 <= interval.high for interval in samples)
@@ -87,11 +87,11 @@ def test_the_interval_of_a_mean_holds_it_as_often_as_it_says():
 
 
 def wilson(low, high, n):
-    """Whether a share of 1/2 among n prompts has this interval, by the equation that defines its ends."""
+    """Return whether a share of 1/2 among n prompts has this interval, by the equation that defines its ends."""
     return all(abs(0.5 - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n)) for end in (low, high))
 
 
-def test_an_interval_needs_so_many_prompts_that_it_covers_less_than_half_of_all_accuracies():
+def test_interval_needs_enough_prompts_to_be_narrower_than_one_half():
     one_less, enough = ([float(i % 2) for i in range(n)] for n in (MIN_INTERVAL_PROMPTS - 1, MIN_INTERVAL_PROMPTS))
     measured, few = estimate_if_enough(estimate_share, enough), estimate_if_enough(estimate_share, one_less)
     assert wilson(measured.low, measured.high, MIN_INTERVAL_PROMPTS)
@@ -104,12 +104,12 @@ def test_an_interval_needs_so_many_prompts_that_it_covers_less_than_half_of_all_
 
 
 @pytest.mark.parametrize("rewards", [[0.8] * 3, [0.8], [0.2, 0.8, 0.8], [0.8] * 40])
-def test_rewards_of_few_prompts_and_rewards_that_are_all_alike_have_no_interval(rewards):
+def test_few_or_equal_rewards_have_no_interval(rewards):
     measured = estimate_if_enough(estimate_mean, rewards)
     assert (measured.value, measured.has_interval) == (pytest.approx(sum(rewards) / len(rewards)), False)
 
 
-def test_nothing_measured_is_nan():
+def test_estimates_of_no_values_are_nan():
     assert math.isnan(estimate_share([]).value)
     assert math.isnan(estimate_mean([]).value)
 
@@ -136,14 +136,14 @@ def test_an_evaluation_counts_right_answers():
 
 
 class Graded(CountDigits):
-    """Gives degrees, and no verdict; nothing for questions that begin with `ab?`."""
+    """Gives degrees without verdicts, and fails for questions that begin with `ab`."""
 
     def reward(self, prompt, completion):
         value = super().reward(prompt, completion).value
         return Reward(math.nan, error="no") if prompt.text.startswith("ab") else Reward(value)
 
 
-def test_rewards_that_failed_are_left_out_of_the_mean_and_degrees_are_no_verdicts():
+def test_failed_rewards_are_excluded_and_degrees_are_not_verdicts():
     task, sampling = Graded(split="test"), Sampling(4, max_tokens=12)
     sampler = NativeSampler(policy=make_policy())
     evaluation, groups, best = evaluate(
@@ -165,7 +165,7 @@ def kind_of(prompt):
 
 
 class Partly(CountDigits):
-    """Says right or wrong of a quarter of the questions alone."""
+    """Gives a verdict for only a quarter of the questions."""
 
     def reward(self, prompt, completion):
         reward = super().reward(prompt, completion)
@@ -177,7 +177,7 @@ class Partly(CountDigits):
         return kinds.get(kind_of(prompt), reward)
 
 
-def test_an_evaluation_leaves_out_what_no_reward_applies_to_and_says_how_much(capsys):
+def test_evaluation_counts_excluded_undecided_and_failed_answers(capsys):
     task, sampling = Partly(split="test"), Sampling(4, max_tokens=12)
     prompts = sample_held_out_prompts(task, 24)
     kinds = [kind_of(prompt) for prompt in prompts]
@@ -205,7 +205,7 @@ def test_an_evaluation_leaves_out_what_no_reward_applies_to_and_says_how_much(ca
     assert f"neither right nor wrong: {kinds.count('b')}" in told
 
 
-def test_an_evaluation_of_which_nothing_counts_is_told_without_numbers(capsys):
+def test_evaluation_without_any_applicable_reward_can_be_printed(capsys):
     task, sampling = Partly(split="test"), Sampling(2, max_tokens=12)
     prompts = [prompt for prompt in sample_held_out_prompts(task, 24) if kind_of(prompt) == "a"]
     found, _, _ = evaluate("digits", task, prompts, NativeSampler(policy=make_policy()), sampling, 2, SingleProcess())
@@ -216,7 +216,7 @@ def test_an_evaluation_of_which_nothing_counts_is_told_without_numbers(capsys):
 
 
 class Asked:
-    """A sampler that says nothing of rows in flight, and how many prompts it was asked at a time."""
+    """A sampler without continuous batching that records the number of samples and prompts of each call."""
 
     def __init__(self, sampler):
         self.sampler, self.rows, self.asked = sampler, sampler.rows, []
@@ -236,8 +236,8 @@ def tokens_of(groups):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7, 30])
-def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows):
-    """Ten prompts of six samples: all 60 rows together, or 6, or 6 of 7, or 30; in flight, and part by part."""
+def test_samples_do_not_depend_on_the_number_of_rows(monkeypatch, rows):
+    """Ten prompts of six samples: all 60 rows together, in flight with fewer rows, and in parts of whole groups."""
     whole = evaluated(k=3, samples=6)
     in_flight = evaluated(k=3, samples=6, rows=rows)
     monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", rows)
@@ -250,8 +250,8 @@ def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows)
     ("kind", "asked"),
     [(AskedInFlight, [(1, 10), (6, 10)]), (Asked, [(1, 10), *[(6, 2)] * 5])],
 )
-def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(monkeypatch, kind, asked):
-    """13 rows hold two groups of six."""
+def test_only_continuous_batching_gets_all_prompts_at_once(monkeypatch, kind, asked):
+    """A limit of 13 rows holds two groups of six."""
     monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 13)
     samplers = []
     evaluated(k=3, samples=6, wrapped=lambda sampler: samplers.append(kind(sampler)) or samplers[0])
@@ -274,13 +274,13 @@ def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(mo
     ],
     ids=["native", "by transformers", "conversations", "vllm", "its conversations", "servers", "hf"],
 )
-def test_who_keeps_rows_in_flight(sampler, in_flight):
+def test_each_sampler_says_whether_it_batches_continuously(sampler, in_flight):
     assert getattr(sampler, "batches_continuously", False) == in_flight
 
 
 @dataclass(frozen=True)
 class Together(CountDigits):
-    """Grades many completions at once, and remembers how many and how far the run is."""
+    """Grades many completions at once, and records how many and at which step."""
 
     graded: list = field(default_factory=list)
 
@@ -290,7 +290,7 @@ class Together(CountDigits):
 
 
 @pytest.mark.parametrize("wrapped", [Asked, AskedInFlight])
-def test_answers_are_graded_in_parts_however_they_were_sampled(monkeypatch, wrapped):
+def test_answers_are_graded_in_parts_for_every_sampler(monkeypatch, wrapped):
     monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 25)
     task, sampler = Together(split="test"), wrapped(NativeSampler(policy=make_policy()))
     sampling, prompts = Sampling(6, max_tokens=4), sample_held_out_prompts(task, 10)
@@ -301,14 +301,14 @@ def test_answers_are_graded_in_parts_however_they_were_sampled(monkeypatch, wrap
     ]
 
 
-def test_a_share_without_prompts_asks_nobody():
+def test_empty_share_of_prompts_does_not_call_the_sampler():
     sampler = AskedInFlight(NativeSampler(policy=make_policy()))
     assert sample_and_grade(CountDigits(), sampler, [], Sampling(6)) == []
     assert sampler.asked == []
 
 
 class Scripted:
-    """A policy whose prompts are the lengths of their answers, and the calls of its decode batch."""
+    """A policy whose prompts are the lengths of their answers. It records the calls of its decode batch."""
 
     device, eos_ids, decoder, context_length = torch.device("cpu"), (1,), True, 100
 
@@ -355,9 +355,10 @@ class Lengths(CountDigits):
         return Reward(float(completion.text == prompt.text))
 
 
-def test_no_tail_is_waited_for_but_the_last(monkeypatch):
-    """Room for four rows, by hand. The answer of nine tokens is drawn with three of one, whose places two of one and
-    another of nine take; then the last of one. In parts of four the two tails would be 8 + 8 steps of a row.
+def test_free_rows_are_refilled_while_long_answers_continue(monkeypatch):
+    """With four rows: an answer of nine tokens starts with three of one token. Two of one token and the other one of
+    nine take their rows, then the last one of one token. In parts of four, the long answers would decode alone for
+    8 + 8 steps.
     """
     monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 4)
     policy = Scripted()
@@ -369,8 +370,8 @@ def test_no_tail_is_waited_for_but_the_last(monkeypatch):
     assert policy.most == 4, "the cache holds no more"
 
 
-def test_answers_stand_in_the_order_of_their_questions():
-    """Evaluations of two seeds that draw the same questions can then be compared question by question."""
+def test_verdicts_do_not_depend_on_the_order_of_questions():
+    """Evaluations of two seeds that draw the same questions can be compared question by question."""
 
     class Backwards(CountDigits):
         def sample(self, step, n):
@@ -386,7 +387,7 @@ def test_answers_stand_in_the_order_of_their_questions():
     assert (one[0].questions_digest, one[0].greedy_correct) == (other[0].questions_digest, other[0].greedy_correct)
 
 
-def test_other_processes_answer_the_rest():
+def test_evaluation_gathers_answers_of_other_processes():
     sampler, sampling = NativeSampler(policy=make_policy()), Sampling(4, max_tokens=12)
     task = CountDigits(split="test")
 
@@ -396,7 +397,7 @@ def test_other_processes_answer_the_rest():
     whole, groups, best = evaluated_by(SingleProcess())
 
     class FirstOfTwo:
-        """The other process has the last four questions, and answers as this one would."""
+        """The other process has the last four questions, and gives the answers that this one would give."""
 
         def shard(self, items):
             return items[:6]
@@ -409,7 +410,7 @@ def test_other_processes_answer_the_rest():
     assert [[group.prompt for group in some] for some in gathered] == [[group.prompt for group in best]] * 2
 
 
-def test_a_digest_knows_where_a_question_ends():
+def test_digest_separates_questions():
     assert evaluation_module.digest_questions(["1+1", "2"]) != evaluation_module.digest_questions(["1+", "12"])
 
 
@@ -420,7 +421,7 @@ def test_k_zero_is_greedy_only():
     assert 0 <= evaluation.greedy.value <= 1
 
 
-def test_held_out_prompts_are_different_ones():
+def test_held_out_prompts_are_distinct():
     class Repeats:
         seed, split = 0, "test"
 

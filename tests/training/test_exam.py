@@ -1,4 +1,4 @@
-"""`pellucid eval`: what it writes of an answer, and that it ends the processes that it started."""
+"""Tests of `pellucid eval`: the records of its answers, and the end of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TALK = (
 )
 
 
-def test_a_conversation_is_written_with_all_that_was_said():
+def test_records_of_conversations_hold_all_messages():
     left = ConversationOutcome(0.5, events={"calls": 1})
     talk = Completion((1, 2, 3), (0.0,) * 3, "7", True, given_spans=((1, 2),), messages=TALK, outcome=left)
     alone = Completion((1,), (0.0,), "7", True)
@@ -31,7 +31,7 @@ def test_a_conversation_is_written_with_all_that_was_said():
 
 
 @pytest.mark.parametrize("error", ["", "the sampler failed"])
-def test_the_processes_of_rewards_and_environments_end_with_an_evaluation(error, recipe, monkeypatch):
+def test_reward_and_environment_processes_end_with_an_evaluation(error, recipe, monkeypatch):
     closed = []
 
     class Environments:

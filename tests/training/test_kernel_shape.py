@@ -1,8 +1,7 @@
-"""Settings compared at a shape that the compiled kernels compute: heads of 64, in bfloat16.
+"""Tests of training settings at a shape that the compiled kernels compute: heads of 64, in bfloat16.
 
-Elsewhere most tests use smaller heads, which torch's operators compute. Here runs with a setting must have the bits of
-runs without it where it changes no arithmetic, gradients are compared with those in float32, and each kernel of this
-processor must have run.
+Most other tests use smaller heads, which torch's operators compute. Here a setting without arithmetic must not change
+any bit of a run, gradients are compared with those in float32, and each kernel of this processor must run.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ WAYS = {
     "microscope": {"log_tokens": 1},
     "transformers": {"policy_engine": "transformers"},
 }
-"""Ways of training, each of which is tried with gradient checkpointing and without."""
+"""Ways of training, each tried with and without gradient checkpointing."""
 SAME_BITS = {
     "fewer rows at once": {"sampler_rows": 4},
     "microscope": {"log_tokens": 1},
@@ -67,16 +66,16 @@ SAME_BITS = {
     "checkpoints": {"checkpoint_every": 1},
     "evaluations": {"evaluate_every": 1, "evaluate_n": 2, "evaluate_k": 2},
 }
-"""Settings that change no bit of what is trained."""
+"""Settings that change no bit of the trained weights."""
 OF_OPERATORS = {"softmax_rows", "softmax_backward"}
-"""Kernels of attention by operators, which computes heads of other sizes than 64, 128, 192 and 256."""
+"""Kernels of attention by operators, which handles head sizes other than 64, 128, 192 and 256."""
 OF_AMX = {"multiply_rows", "sum_over_tokens"}
 
 
 @pytest.fixture
 def run(kernel_dirs, model_dir, tmp_path, monkeypatch):
-    """Trains two steps; returns their metrics and the trained weights."""
-    monkeypatch.setattr(build, "isolate_task_rewards", lambda task, *_: task)  # without a process for rewards
+    """Return a function that trains two steps, and returns their metrics and the trained weights."""
+    monkeypatch.setattr(build, "isolate_task_rewards", lambda task, *_: task)  # no process for rewards
     dirs = {**kernel_dirs, "heads of 8": model_dir}
 
     def trained(model=LLAMA, **settings):
@@ -88,7 +87,7 @@ def run(kernel_dirs, model_dir, tmp_path, monkeypatch):
 
 
 def same(one, other):
-    """Whether two runs have the same metrics and weights, bit for bit."""
+    """Assert that two runs have the same metrics and weights, bit for bit."""
     (metrics, tensors), (other_metrics, other_tensors) = one, other
     assert metrics == other_metrics
     assert tensors.keys() == other_tensors.keys()
@@ -116,8 +115,8 @@ EMBEDDED = {
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_the_embedded_model_trains_to_the_same_bits_with_gradient_checkpointing(name, tmp_path):
-    """`pellucid train recipes/arithmetic.toml --policy.gradient-checkpointing --algorithm.steps 1`, with few tokens."""
+def test_gradient_checkpointing_changes_no_bit_for_the_embedded_model(name, tmp_path):
+    """Trains `recipes/arithmetic.toml` for one step with few tokens."""
     small = {
         "task.name": f"{Path(__file__).parents[1]}/digits_task.py:Digits",
         "algorithm.steps": 1,
@@ -144,7 +143,7 @@ def test_the_embedded_model_trains_to_the_same_bits_with_gradient_checkpointing(
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
-def test_what_is_no_arithmetic_changes_no_bit(name, run):
+def test_settings_without_arithmetic_change_no_bit(name, run):
     settings = SAME_BITS[name]
     without = {key: value for key, value in settings.items() if key == "kl_coef"}
     (metrics, tensors), plain = run(**settings), run(**without)
@@ -166,7 +165,7 @@ GRADIENTS = {
 
 @pytest.fixture(scope="module")
 def batch():
-    """Rollouts of the fp32 policy, with advantages."""
+    """Return rollouts of the fp32 policy, with advantages."""
     groups = NativeSampler(policy=make_policy(LLAMA)).generate(
         CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="0/0")
     )
@@ -178,7 +177,7 @@ def batch():
 
 
 def gradients(batch, dtype, model, **settings):
-    """Of one update."""
+    """Return the gradients of one update."""
 
     def policy_of(seed):
         return make_policy(model, dtype, seed=seed, entropy_grad="entropy_coef" in settings)
@@ -193,15 +192,15 @@ def gradients(batch, dtype, model, **settings):
 
 
 def distance(found, expected):
-    """Relative to the norm of what is expected."""
+    """Return the norm of the difference, relative to the norm of what is expected."""
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     return math.sqrt(sum(float((found[name] - expected[name]).square().sum()) for name in expected)) / norm
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("model", AT_KERNEL_SHAPE)
-def test_gradients_by_kernels_are_those_of_the_operators(name, model, batch, monkeypatch):
-    """To rounding, and no further from float32 than theirs."""
+def test_gradients_of_kernels_match_those_of_operators(name, model, batch, monkeypatch):
+    """Both match up to rounding. Those of kernels are at most 10% further from float32."""
     exact = gradients(batch, torch.float32, model, **GRADIENTS[name])
     ours = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
     monkeypatch.setattr(native, "load_kernels", lambda: (None, "switched off"))
@@ -214,20 +213,20 @@ def test_gradients_by_kernels_are_those_of_the_operators(name, model, batch, mon
 
 
 def functions_of_the_library():
-    """The names of the functions that the sources export."""
+    """Return the names of the functions that the sources export."""
     sources = (path.read_text() for path in sorted(native.CPP_FOLDER.glob("*.cpp")))
     return {name for text in sources for name in re.findall(r'^extern "C" (?:void|int) (\w+)\(', text, re.MULTILINE)}
 
 
 @pytest.mark.skipif(native.load_kernels()[0] is None, reason=f"no compiled kernels: {native.load_kernels()[1]}")
-def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
+def test_every_kernel_of_this_processor_runs(run):
     for ready in (
         native.load_kernels,
         attention.load_attention_kernel,
         fused_check.load_fused_kernel,
         optimizer.load_one_pass,
     ):
-        ready()  # their trials call kernels, too
+        ready()  # these run trials, which also call kernels
     native.call_counts.clear()
     run()
     assert not OF_OPERATORS & set(native.call_counts), "heads of 64 are computed by operators"

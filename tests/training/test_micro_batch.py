@@ -1,4 +1,4 @@
-"""`algorithm.micro_batch = "auto"`: the largest that the memory plan allows, chosen before step 1 and recorded."""
+"""Tests of `algorithm.micro_batch = "auto"`, which chooses the largest size that fits, and records it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def peak_with(model, cfg, rows, processes=1):
 @pytest.mark.parametrize(
     "settings", [{}, {"kl_coef": 0.1}, {"minibatches": 2, "max_staleness": 2}, {"group_size": 3, "prompts_per_step": 2}]
 )
-def test_the_choice_is_the_largest_number_of_rows_whose_plan_fits(model, settings, processes):
+def test_auto_chooses_the_most_rows_whose_memory_plan_fits(model, settings, processes):
     cfg = replace(PLAN, algorithm=GRPOConfig(**{"prompts_per_step": 4, "group_size": 8} | settings))
     rows = memory.count_minibatch_rows(cfg, processes)
     peaks = {n: peak_with(model, cfg, n, processes) for n in range(1, rows + 1)}
@@ -59,7 +59,7 @@ def test_the_choice_is_the_largest_number_of_rows_whose_plan_fits(model, setting
     assert len(seen) > min(4, rows // 2)
 
 
-def test_where_nothing_fits_the_message_leads_to_a_run_that_fits(model):
+def test_error_suggests_settings_that_fit_into_memory(model):
     cfg = replace(PLAN, algorithm=GRPOConfig(prompts_per_step=4, group_size=8))
     without, with_it = (
         peak_with(model, replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=on)), 1) for on in (False, True)
@@ -75,7 +75,7 @@ def test_where_nothing_fits_the_message_leads_to_a_run_that_fits(model):
     assert memory.choose_micro_batch(model, checkpointing, available) >= 1
 
 
-def test_the_longest_prompt_counts(model, model_dir, tmp_path):
+def test_memory_plan_uses_the_longest_prompt(model, model_dir, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": "1" * n, "answer": "1"}) + "\n" for n in range(1, 30)))
     task = {"name": "dataset", "data": str(data), "rewards": [{"name": "numeric"}]}
@@ -91,7 +91,7 @@ def test_the_longest_prompt_counts(model, model_dir, tmp_path):
 
 
 def rows_seen(monkeypatch):
-    """The sizes of all forward passes from now on."""
+    """Return a list that collects the sizes of all later forward passes."""
     seen, score = [], Policy.score
 
     def scored(policy, batch):
@@ -103,7 +103,7 @@ def rows_seen(monkeypatch):
 
 
 def limited_to(monkeypatch, rows):
-    """This machine has just the memory for so many rows, of a GB each."""
+    """Pretend that this machine has the memory for so many rows, of 1 GB each."""
 
     def estimate_peak(_model, cfg, processes=1):
         return float(memory.count_backward_rows(cfg, processes))
@@ -120,8 +120,8 @@ AUTO = ("--algorithm.micro_batch", "auto")
 SHORT = ("--checkpoint.every", 1, "--evaluate.every", 0, "--algorithm.steps", 4, "--optimizer.schedule", "constant")
 
 
-def test_a_run_that_would_not_fit_is_made_to_fit(recipe, tmp_path, monkeypatch, capsys):
-    """It is the run with that number, and a resume keeps it on a machine that has more memory, or less."""
+def test_auto_makes_a_run_fit_and_a_resume_keeps_the_choice(recipe, tmp_path, monkeypatch, capsys):
+    """The run equals one with that size given. A resume keeps it on a machine with more or less memory."""
     given, chosen = tmp_path / "given", tmp_path / "chosen"
     assert train(recipe, "--run", given, *SHORT, "--algorithm.micro_batch", 3) == 0
     seen = rows_seen(monkeypatch)
@@ -141,7 +141,7 @@ def test_a_run_that_would_not_fit_is_made_to_fit(recipe, tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_a_resume_may_ask_for_another_choice(recipe, tmp_path, monkeypatch, capsys):
+def test_resume_with_auto_chooses_again(recipe, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     limited_to(monkeypatch, 3)
     assert train(recipe, "--run", run_dir, *SHORT, *AUTO, "--algorithm.steps", 1) == 0
@@ -152,7 +152,7 @@ def test_a_resume_may_ask_for_another_choice(recipe, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_fit_is_refused_before_anything_is_made(recipe, tmp_path, monkeypatch, capsys):
+def test_run_that_cannot_fit_is_refused_and_leaves_no_folder(recipe, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     monkeypatch.setattr(hardware, "get_available_memory_gb", lambda _: 0.5)
     assert train(recipe, "--run", run_dir, *SHORT, *AUTO) == 2
@@ -163,8 +163,8 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_made(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_where_everything_fits_nothing_is_split(recipe, tmp_path, monkeypatch):
-    """The default is the same run as with whole minibatches."""
+def test_default_does_not_split_minibatches_that_fit(recipe, tmp_path, monkeypatch):
+    """The default run equals one with whole minibatches."""
     whole, default = tmp_path / "whole", tmp_path / "default"
     text = recipe.read_text()
     recipe.write_text("\n".join(line for line in text.splitlines() if "micro_batch" not in line))

@@ -1,4 +1,4 @@
-"""The microscope's record of a run against transformers' model and autograd, from the weights before and after."""
+"""Tests of the microscope's record against transformers and autograd, on the weights before and after each step."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def table(run_dir, step):
 
 
 def sequences(frame):
-    """(prompt ids, rows) of every completion and branch."""
+    """Return (prompt ids, rows) of every completion and branch."""
     prompts = {group: rows.token.tolist() for group, rows in frame[frame.kind == "prompt"].groupby("group")}
     said = frame[frame.kind != "prompt"].groupby(["group", "completion", "branch"], sort=True)
     return [(prompts[key[0]], rows.reset_index(drop=True)) for key, rows in said]
 
 
 def logits_of(model, prompt, ids):
-    """[T, V] by transformers, in float64."""
+    """Return the logits [T, V] of the response by transformers, in float64."""
     return model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
 
 
@@ -49,12 +49,15 @@ def close(found, expected, atol=2e-5):
     torch.testing.assert_close(torch.tensor(list(found), dtype=F64), expected.to(F64), rtol=1e-4, atol=atol)
 
 
-# ---------------------------------------------------------------- a run whose every optimizer step is kept
+# ---------------------------------------------------------------- runs that keep the weights of each optimizer step
 
 
 @pytest.fixture(scope="module")
 def watched_run(tmp_path_factory, model_dir):
-    """(folder, weights before the first and after each optimizer step) of a run of two steps, two epochs each."""
+    """Return a function that trains two steps of two epochs each.
+
+    It returns (folder, weights before the first and after each optimizer step).
+    """
     made = {}
 
     def make(recipe, *settings):
@@ -121,13 +124,13 @@ def temperature_of(settings):
 
 
 def step_of(kept, number):
-    """The weights at the start of a step, before its last optimizer step, and after it."""
+    """Return the weights at the start of a step, before its last optimizer step, and after it."""
     return kept[2 * number - 2], kept[2 * number - 1], kept[2 * number]
 
 
 @pytest.mark.parametrize("variant", mostly_slow(VARIANTS, every=4))
-def test_what_the_loss_did_is_what_autograd_says_of_plain_logits(recipe, model_dir, watched_run, variant):
-    """Ratio, push, gradient and who took it, by the loss of log-probs that transformers and log_softmax give."""
+def test_recorded_loss_quantities_match_autograd_on_plain_logits(recipe, model_dir, watched_run, variant):
+    """Ratio, push, gradient and rule match the loss on log-probs by transformers and log_softmax."""
     settings = VARIANTS[variant]
     cfg, temperature = algorithm_of(settings), temperature_of(settings)
     run_dir, kept = watched_run(recipe, *settings)
@@ -136,7 +139,7 @@ def test_what_the_loss_did_is_what_autograd_says_of_plain_logits(recipe, model_d
     reference = model_with(model_dir, kept[0])
     rules = set()
     for prompt, rows in sequences(frame):
-        if rows.logprob_before.isna().any():  # it is as good as its siblings in the mean, and no row of the update
+        if rows.logprob_before.isna().any():  # an average reward, so the row is not in the update
             assert rows.rule.eq("no_advantage").all()
             assert rows.advantage.eq(0).all()
             continue
@@ -183,7 +186,7 @@ def test_what_the_loss_did_is_what_autograd_says_of_plain_logits(recipe, model_d
 
 
 def batch_of(prompt, rows, old, ref):
-    """One row, from what the file says of it."""
+    """Return a batch of one row, from the columns of the file."""
     mask = torch.ones(1, len(rows), dtype=torch.bool)
     acts = torch.tensor([(rows.rule != "entropy_share").tolist()])
 
@@ -207,8 +210,8 @@ def batch_of(prompt, rows, old, ref):
     )
 
 
-def test_the_clip_took_what_is_beyond_its_bounds_on_the_side_of_the_advantage(recipe, model_dir, watched_run):
-    """PPO's own words, of ratios by transformers."""
+def test_clipped_tokens_are_beyond_the_bound_that_their_advantage_selects(recipe, model_dir, watched_run):
+    """Checks PPO's definition with ratios by transformers."""
     run_dir, kept = watched_run(recipe)
     start, middle, _ = (model_with(model_dir, state) for state in step_of(kept, 2))
     found = []
@@ -228,7 +231,7 @@ def test_the_clip_took_what_is_beyond_its_bounds_on_the_side_of_the_advantage(re
 
 
 @pytest.mark.parametrize("variant", ["ppo_clip", "temperature"])
-def test_what_comes_after_is_what_transformers_says_of_the_weights_after(recipe, model_dir, watched_run, variant):
+def test_values_before_and_after_the_update_match_transformers(recipe, model_dir, watched_run, variant):
     run_dir, kept = watched_run(recipe, *VARIANTS[variant])
     temperature = temperature_of(VARIANTS[variant])
     _, middle, after = (model_with(model_dir, state) for state in step_of(kept, 2))
@@ -244,8 +247,7 @@ def test_what_comes_after_is_what_transformers_says_of_the_weights_after(recipe,
             close(rows[f"top_{when}_logprob"].explode(), likeliest.values.flatten())
 
 
-def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_path):
-    """After a resume, too."""
+def test_tokens_are_recorded_at_configured_steps_also_after_a_resume(recipe, tmp_path):
     settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert token_files.list_recorded_steps(tmp_path / "run") == [1, 2, 4, 6]
@@ -255,14 +257,14 @@ def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_file_says_by_which_grid_its_log_probs_move(recipe, tmp_path, dtype):
+def test_token_file_states_its_dtype(recipe, tmp_path, dtype):
     settings = ("--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", dtype)
     assert train(recipe, "--run", tmp_path / "run", *settings, "--log.tokens", 1) == 0
     about = json.loads(token_files.read_tokens(tmp_path / "run", 1).schema.metadata[token_files.METADATA_KEY])
     assert about["dtype"] == dtype
 
 
-# ---------------------------------------------------------------- what it leaves alone
+# ---------------------------------------------------------------- recording does not affect the run
 
 
 def own_objective(tmp_path):
@@ -277,8 +279,8 @@ def own_objective(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ppo_clip", "own"])
-def test_the_weights_are_the_same_to_the_bit_with_recording_on_and_off(recipe, tmp_path, objective):
-    """Also where an objective draws random numbers."""
+def test_recording_changes_no_bit_of_the_weights(recipe, tmp_path, objective):
+    """This includes objectives that draw random numbers."""
     settings = ["--algorithm.objective", own_objective(tmp_path) if objective == "own" else objective]
     for name, more in (("off", ()), ("on", RECORD)):
         assert train(recipe, "--run", tmp_path / name, *settings, *more) == 0
@@ -289,7 +291,7 @@ def test_the_weights_are_the_same_to_the_bit_with_recording_on_and_off(recipe, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_in_update", [1, 5])
-def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
+def test_killed_and_resumed_run_has_the_token_files_of_a_whole_one(
     recipe, tmp_path, monkeypatch, undisturbed, dies_in_update
 ):
     whole, killed = undisturbed(recipe, *RECORD), tmp_path / "killed"
@@ -307,7 +309,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
         assert train(recipe, "--run", killed, *RECORD) == 130
     token_files.write_tokens(
         killed, 900, {"step": [900], "token": [1]}, {}
-    )  # of steps that the resumed run has not taken
+    )  # of a step that the resumed run has not taken
     assert train("--resume", killed) == 0
     assert token_files.list_recorded_steps(killed) == token_files.list_recorded_steps(whole) == [1, 2, 3, 4, 5, 6]
     for step in range(1, 7):
@@ -316,8 +318,8 @@ def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
-    """One has two of the three groups, the other one: where they share parameters, both make as many passes."""
+def test_two_processes_write_the_same_records_as_one(recipe, tmp_path, engine):
+    """One process has two of the three groups. If they share parameters, both must run as many forward passes."""
     settings = ("--algorithm.steps", 1, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 3)
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
     words = ("--run", tmp_path / "two", *settings, "--runtime.engine", engine)
@@ -329,8 +331,8 @@ def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
 
 
 @pytest.mark.slow
-def test_a_process_that_records_nothing_is_not_waited_for(recipe, tmp_path):
-    """Modules of transformers have buffers, which data parallelism brings together before a forward pass."""
+def test_recording_does_not_wait_for_a_process_without_records(recipe, tmp_path):
+    """Transformers modules have buffers, which data parallelism synchronizes before a forward pass."""
     settings = ("--algorithm.steps", 2, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 1)
     words = ("--run", tmp_path / "two", *settings, "--policy.engine", "transformers", "--runtime.timeout", 20)
     in_two_processes("-m", "pellucid", "train", recipe, *words)
@@ -381,7 +383,7 @@ Parts = namedtuple("Parts", "policy runtime state")
 
 
 def written(tmp_path, groups, most, lr=0.3, **algorithm):
-    """The table of one step on these groups, and the policy after it."""
+    """Return the table of one step on these groups, and the policy after it."""
     policy, cfg = (
         make_policy(),
         GRPOConfig(steps=1, prompts_per_step=len(groups), group_size=3, max_length=4, **algorithm),
@@ -407,7 +409,7 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
     return table(tmp_path, 1), policy
 
 
-def test_branches_and_given_tokens_are_told_apart_and_scored_in_their_own_context(tmp_path):
+def test_branches_and_given_tokens_are_separate_and_scored_in_context(tmp_path):
     frame, policy = written(tmp_path, [FAILED, LIVE], 2)
     of_live = frame[(frame.group == 1) & (frame.kind != "prompt")]
     shape = of_live.groupby(["completion", "branch"]).token.apply(list).to_dict()
@@ -428,8 +430,8 @@ def test_branches_and_given_tokens_are_told_apart_and_scored_in_their_own_contex
         assert taught[numbers].notna().all(axis=None)
 
 
-def test_a_group_without_signal_says_why_and_is_recorded_last(tmp_path):
-    """Its rows are not in the update, and have no numbers of it; those after are there."""
+def test_group_without_signal_has_a_reason_and_is_recorded_last(tmp_path):
+    """Its rows are not in the update and have no values from it, but they have values after it."""
     frame, _ = written(tmp_path, [DEAD, FAILED, LIVE], 2)
     assert set(frame.prompt_id) == {"failed", "live"}
     frame, _ = written(tmp_path, [DEAD, FAILED, LIVE], 3)
@@ -441,21 +443,21 @@ def test_a_group_without_signal_says_why_and_is_recorded_last(tmp_path):
 
 
 @pytest.mark.parametrize("scored", [{}, {"entropy_coef": 0.1}])
-def test_a_group_whose_rewards_all_failed_is_not_told_as_one_of_equal_rewards(tmp_path, scored):
+def test_group_of_failed_rewards_is_not_recorded_as_zero_variance(tmp_path, scored):
     lost = replace(DEAD, prompt=Prompt("lost", "?"), rewards=(Reward(math.nan, error="no"),) * 3)
     frame, _ = written(tmp_path, [lost, DEAD, LIVE], 3, **scored)
     rules = frame[frame.kind == "sampled"].groupby("prompt_id").rule.unique()
     assert (rules["lost"].tolist(), rules["dead"].tolist()) == (["all_failed"], ["zero_variance"])
 
 
-def test_a_group_without_signal_that_is_held_by_its_entropy_is_seen(tmp_path):
+def test_group_without_signal_has_update_values_under_entropy_coef(tmp_path):
     frame, _ = written(tmp_path, [DEAD, LIVE], 2, entropy_coef=0.1)
     dead = frame[(frame.prompt_id == "dead") & (frame.kind == "sampled")]
     assert dead.rule.eq("zero_variance").all()
     assert dead[["logprob_before", "ratio", "weight"]].notna().all(axis=None)
 
 
-def test_a_completion_of_average_reward_has_no_advantage_and_one_that_is_filtered_says_so(tmp_path):
+def test_rules_name_average_rewards_and_the_overlong_filter(tmp_path):
     even = Group(LIVE.prompt, LIVE.prompt_ids, LIVE.completions, graded(1.0, 0.5, 0.0))
     frame, _ = written(tmp_path, [even, FAILED], 2, overlong_filter=True)
     sampled = frame[frame.kind == "sampled"].set_index(["group", "completion"]).rule
@@ -464,8 +466,8 @@ def test_a_completion_of_average_reward_has_no_advantage_and_one_that_is_filtere
     assert sampled[(1, 2)].eq("overlong_filter").all()
 
 
-def test_a_response_that_the_correction_leaves_out_says_so(tmp_path):
-    """Its tokens are likelier than the sampler said by more than the cap, all of them taken together."""
+def test_response_excluded_by_the_correction_has_that_rule(tmp_path):
+    """Its importance weight, the product over all its tokens, exceeds the cap."""
     unlikely = replace(LIVE.completions[2], logprobs=(-9.0,) * 3)
     group = replace(LIVE, completions=(*LIVE.completions[:2], unlikely))
     frame, _ = written(tmp_path, [group], 1, correction="sequence", correction_cap=1.5)
@@ -479,7 +481,7 @@ def test_a_response_that_the_correction_leaves_out_says_so(tmp_path):
     assert found == {True, False}
 
 
-def test_an_answer_is_told_with_each_of_its_tokens(tmp_path):
+def test_token_rows_carry_the_reward_and_error_of_their_answer(tmp_path):
     frame, _ = written(tmp_path, [FAILED], 1)
     failed = frame[frame.completion == 0]
     assert failed.reward.isna().all()
@@ -493,8 +495,8 @@ def test_an_answer_is_told_with_each_of_its_tokens(tmp_path):
     assert prompt[["reward", "rule", "advantage"]].isna().all(axis=None)
 
 
-def test_rows_that_are_seen_again_are_those_of_the_last_optimizer_step(tmp_path):
-    """And of micro-batches that part a group all rows are seen."""
+def test_recorded_rows_are_those_of_the_last_optimizer_step(tmp_path):
+    """All rows of a group are recorded, even if micro-batches split it."""
     frame, _ = written(tmp_path, [LIVE, FAILED], 1, epochs=3, micro_batch=2)
     sampled = frame[frame.kind == "sampled"]
     assert set(sampled.prompt_id) == {"live"}
@@ -502,8 +504,7 @@ def test_rows_that_are_seen_again_are_those_of_the_last_optimizer_step(tmp_path)
     assert not sampled.ratio.between(0.99999, 1.00001).any(), "the weights have moved since the rollouts"
 
 
-def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_s():
-    """Wherever they stand among a step's rows."""
+def test_replayed_and_demonstration_rows_are_not_recorded():
     fresh = collate([LIVE, FAILED])
     assert fresh.step_row_indices.tolist() == list(range(9))
     joined = concat_batches([fresh, fresh.mark_as_replayed()])
@@ -513,13 +514,13 @@ def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_
     advantages = torch.ones_like(shown.sampler_logprobs)
     watched = UpdateWatcher(GRPOConfig, 2).select_rows(replace(shown, advantages=advantages))
     assert watched.tolist() == [True] * 9 + [False] * 10
-    old = replace(fresh, step_row_indices=None)  # as a checkpoint of an older version has it
+    old = replace(fresh, step_row_indices=None)  # checkpoints of older versions have no indices
     assert concat_batches([fresh, old.mark_as_replayed()]).step_row_indices.tolist() == [*range(9), *[-1] * 9]
 
 
 @pytest.mark.slow
-def test_a_row_that_is_not_in_the_update_has_no_numbers_of_the_step_before(recipe, tmp_path):
-    """Groups that teach, then groups that do not. Of those the update keeps their first row, as there must be one."""
+def test_row_outside_the_update_has_no_values_of_the_previous_step(recipe, tmp_path):
+    """Step 1 has a signal and step 2 has none. The update then keeps only the first row, as it needs one."""
     path = tmp_path / "fading.py"
     path.write_text(
         "from dataclasses import dataclass\nfrom pellucid.types import Prompt, Reward\n\n\n"

@@ -1,4 +1,4 @@
-"""The microscope's record where a run is not plain: a step is drawn ahead, on a device, or answers have no token."""
+"""Tests of the microscope's record with sampling ahead, on a device, and for answers without tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLING = Sampling(max_tokens=6)
 
 
 class Apart(NativeSampler):
-    """Has weights of its own, as an engine has."""
+    """A sampler with its own copy of the weights, as an engine has."""
 
     def sync(self, policy, version):
         super().sync(deepcopy(policy), version)
@@ -39,7 +39,7 @@ def frame_of(run_dir, step):
 
 
 def logprobs_of(model, frame):
-    """Of each row that is no prompt its log-prob by a model, by its own forward pass of each answer."""
+    """Return the log-prob of each row that is no prompt, by a separate forward pass of the model for each answer."""
     prompts = {group: rows.token.tolist() for group, rows in frame[frame.kind == "prompt"].groupby("group")}
     found = {}
     for (group, *_), rows in frame[frame.kind != "prompt"].groupby(["group", "completion", "branch"]):
@@ -52,8 +52,8 @@ def logprobs_of(model, frame):
     return found
 
 
-def test_of_a_loop_that_draws_ahead_each_step_is_scored_by_the_weights_before_and_after_it(tmp_path):
-    """The sampler is a step behind: what is before the update is the scorer's, and what sampled is told beside it."""
+def test_async_steps_are_scored_by_the_weights_before_and_after_each(tmp_path):
+    """The sampler is a step behind: values before the update come from the scorer, with the sampler's beside them."""
     policy, cfg = make_policy(), GRPOConfig(steps=3, group_size=4, correction="token")
     runtime, state = OneProcessRuntime(policy, lr=0.002), TrainingState()
     runtime.max_micro_batch_rows, runtime.rank, runtime.is_main = 0, 0, True
@@ -81,7 +81,7 @@ def test_of_a_loop_that_draws_ahead_each_step_is_scored_by_the_weights_before_an
 
 
 def recorded_on(device, folder):
-    """The file of one step of a policy that lies on a device."""
+    """Return the record of one step of a policy on a device."""
     torch.manual_seed(0)
     policy = Policy(tiny_llama().to(device), character_tokenizer(), torch.float32)
     cfg = GRPOConfig(steps=1, prompts_per_step=2, group_size=4, micro_batch=4)
@@ -92,7 +92,7 @@ def recorded_on(device, folder):
     return frame_of(folder, 1)
 
 
-def test_what_is_recorded_on_a_device_is_what_is_recorded_on_the_processor(gpu, tmp_path):
+def test_records_on_a_device_match_records_on_the_cpu(gpu, tmp_path):
     here, there = (recorded_on(device, tmp_path / device[:3]) for device in ("cpu", DEVICE))
     assert len(there) > 40
     assert there.token.tolist() == here.token.tolist()
@@ -103,8 +103,8 @@ def test_what_is_recorded_on_a_device_is_what_is_recorded_on_the_processor(gpu, 
     assert moved > 0.01
 
 
-def test_answers_without_a_token_are_counted(tmp_path):
-    """As those of a conversation that ended before the policy spoke."""
+def test_metadata_lists_answers_without_tokens(tmp_path):
+    """A conversation that ends before the policy speaks has such an answer."""
     spoken, silent = (Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((4, 5), ()))
     group = Group(Prompt("p", "?"), (1, 2), (silent, spoken, silent), tuple(map(Reward, (0.0, 1.0, 0.0))))
     other = replace(group, completions=(spoken,) * 3)

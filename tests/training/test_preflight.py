@@ -1,4 +1,4 @@
-"""The look before step 1 says the obvious, and how much it rests on."""
+"""Tests of the checks before step 1: the signal of the first samples, and the display of the first completion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def said(capsys, groups, task=None):
     return capsys.readouterr().out
 
 
-def test_how_many_samples_the_advice_rests_on(capsys):
+def test_advice_states_the_number_of_samples(capsys):
     assert said(capsys, [group(1.0, 0.0, 0.0), group(0.0, 1.0, math.nan)]).startswith("40% of 5 samples of 2 prompts")
     assert said(capsys, [group(0.25, -0.5)]).startswith(
         "The mean reward of 2 samples of 1 prompt is -0.125; judging by them, 0% of groups of 2 will be dead"
@@ -40,19 +40,19 @@ def test_how_many_samples_the_advice_rests_on(capsys):
 
 
 @pytest.mark.parametrize(("cut", "told"), [(0, ""), (1, ""), (2, "10%"), (20, "100%")])
-def test_what_is_cut_off_is_said_where_it_is_more_than_a_few(capsys, cut, told):
+def test_cut_off_samples_are_reported_if_more_than_a_few(capsys, cut, told):
     groups = [group(1.0, 0.0, finished=i >= cut) for i in range(20)]
     line = f"! {told} of 40 samples were cut off at sampler.max_tokens = 5"
     assert (line in said(capsys, groups)) == bool(told)
     assert ("cut off" in said(capsys, groups)) == bool(told)
 
 
-def test_failed_rewards_are_no_contrast(capsys):
+def test_failed_rewards_do_not_count_as_contrast(capsys):
     assert "0% of groups of 2 will be dead" in said(capsys, [group(0.0, 1.0)])
     assert "100% of groups of 2 will be dead" in said(capsys, [group(1.0, math.nan), group(math.nan, math.nan)])
 
 
-def test_prefixes_are_thought_of_where_all_is_wrong_and_the_task_can_begin_the_answers(capsys, tmp_path):
+def test_prefixes_are_suggested_if_all_is_wrong_and_the_task_can_give_them(capsys, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "1", "answer": "1"}\n')
     wrong, right = [group(0.0, 0.0)], [group(1.0, 1.0)]
     assert HINT in said(capsys, wrong)
@@ -75,8 +75,8 @@ def exchange(capsys, completion, prompt_ids=(1, 2), policy=None):
     return capsys.readouterr().out.strip().splitlines()
 
 
-def test_bars_stand_where_the_policy_begins_and_where_it_gives_way(capsys):
-    """Token i of the tests' tokenizer is the i-th of 0123456789+*-=? abcdefghijk."""
+def test_bars_mark_where_sampled_and_given_tokens_meet(capsys):
+    """Token i of the test tokenizer is character i of 0123456789+*-=? abcdefghijk."""
     messages = tuple({"role": role, "content": "x"} for role in ("assistant", "user", "assistant"))
     held = talk([3, 4, EOS, 5, 6, 7, EOS], ((3, 5),), messages=messages, events={"calls": 1, "raised": 1})
     shown, *below = exchange(capsys, held)
@@ -85,7 +85,7 @@ def test_bars_stand_where_the_policy_begins_and_where_it_gives_way(capsys):
     assert " ".join(" ".join(below).split()) == f"2 prompt tokens | {counts}; reward 0.5, gold answer 7"
 
 
-def test_a_prefix_belongs_to_what_was_given(capsys):
+def test_given_prefix_is_shown_as_part_of_the_prompt(capsys):
     assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "4", True, given_spans=((0, 1),)))[0] == "123|4"
     assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "34", True)) == [
         "12|34",
@@ -101,7 +101,7 @@ def test_given_tokens_are_dim_and_sampled_ones_are_not(capsys, monkeypatch):
     assert re.sub(r"\x1b\[[\d;]*m", "", shown) == "12|3|4|5"
 
 
-def test_a_long_observation_lacks_its_middle_and_a_long_answer_does_not(capsys):
+def test_long_observations_are_shortened_and_long_answers_are_not(capsys):
     n, half = 9000, MAX_GIVEN_CHARACTERS // 2
     held = talk([3, *([4] * half), *([5] * (n - 2 * half)), *([6] * half), 7], ((1, n + 1),))
     shown = "".join(exchange(capsys, held)[:-1])
@@ -109,8 +109,8 @@ def test_a_long_observation_lacks_its_middle_and_a_long_answer_does_not(capsys):
     assert "left out" not in "".join(exchange(capsys, Completion((5,) * n, (0.0,) * n, "", True)))
 
 
-def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
-    """Turns of three tokens at most, in conversations of five at most; EOS ends a turn at three, too."""
+def test_cut_off_warnings_name_the_limiting_setting(capsys):
+    """Turns have at most three tokens, conversations at most five. A turn that ends with EOS is not cut off."""
     by_turn = talk([1, 2, 3, 9, 1, EOS], ((3, 4),))
     at_end = talk([1, EOS, 9, 1, 2, 3], ((2, 3),), finished=False)
     by_length = talk([1, EOS, 9, 9, 9], ((2, 5),), finished=False)
@@ -135,7 +135,7 @@ def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
     ]
 
 
-def test_the_exact_strings_are_not_markup(capsys, monkeypatch):
+def test_decoded_text_is_not_parsed_as_markup(capsys, monkeypatch):
     policy = make_policy()
     monkeypatch.setattr(policy, "decode", lambda *_, **__: ":smile: [bold]3[/bold]")
     shown = exchange(capsys, Completion((3,), (0.0,), "", True), policy=policy)[0]

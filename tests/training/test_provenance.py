@@ -1,4 +1,4 @@
-"""What config.json says of where a run came from."""
+"""Tests of the provenance in config.json: package versions, git revision and hardware."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_the_revision_is_that_of_the_working_folder(repository, monkeypatch):
     assert run.get_git_revision() == git("rev-parse", "HEAD")
 
 
-def test_a_change_that_is_not_committed_is_told(repository):
+def test_uncommitted_changes_mark_the_revision_as_dirty(repository):
     (repository / "recipe.toml").write_text("two")
     assert run.get_git_revision() == git("rev-parse", "HEAD") + "-dirty"
 
 
-def test_outside_a_repository_and_without_git_there_is_no_revision(repository, tmp_path, monkeypatch):
+def test_revision_is_empty_outside_a_repository_or_without_git(repository, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "which", lambda name: None)
         assert run.get_git_revision() == ""
@@ -56,14 +56,14 @@ def test_outside_a_repository_and_without_git_there_is_no_revision(repository, t
     assert run.get_git_revision() == ""
 
 
-def test_versions_are_those_that_are_installed():
+def test_versions_match_the_installed_packages():
     found = run.collect_versions()
     assert (found["pellucid"], found["python"]) == (__version__, platform.python_version())
     for name in ("torch", "transformers", "accelerate"):
         assert found[name] == importlib.metadata.version(name)
 
 
-def test_all_of_it_goes_into_config_json(repository):
+def test_provenance_is_json_with_versions_git_and_hardware(repository):
     facts = run.collect_provenance()
     assert json.loads(json.dumps(facts)) == facts
     assert facts.keys() >= {"versions", "git", "hardware"}

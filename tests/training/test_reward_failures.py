@@ -1,4 +1,4 @@
-"""Runs whose rewards fail: they stop before anything is trained, or where it goes on too long, and lose nothing."""
+"""Tests of runs whose rewards fail: they stop before step 1 or after too many failed steps, and lose nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASKS = Path(__file__).parents[1] / "failing_task.py"
 
 
 def of(recipe, name, *settings):
-    """The recipe with another task."""
+    """Return the arguments for the recipe with another task."""
     other = recipe.with_name("failing.toml")
     other.write_text(recipe.read_text().replace("digits_task.py:Digits", f"{TASKS.name}:{name}"))
     return [other, *settings]
@@ -39,10 +39,10 @@ def of(recipe, name, *settings):
         ("huge", "the reward is beyond 3.4e+38"),
     ],
 )
-def test_where_every_reward_of_the_first_look_fails_nothing_is_trained(
+def test_run_is_refused_if_every_reward_of_the_first_samples_fails(
     recipe, tmp_path, monkeypatch, capsys, how, error, evaluated
 ):
-    """And the corrected command finds nothing in its way."""
+    """The corrected command then works in the same folder."""
     monkeypatch.setattr(run.grpo, "update_policy", None)
     run_dir, settings = tmp_path / "runs" / "one", ["--evaluate.every", evaluated, "--evaluate.n", 2]
     command = of(recipe, "Broken", "--run", run_dir, *settings, "--algorithm.prompts-per-step", 2)
@@ -58,8 +58,8 @@ def test_where_every_reward_of_the_first_look_fails_nothing_is_trained(
     assert train(*command, "--task.how", "not", "--algorithm.steps", 1) == 0
 
 
-def test_one_failed_answer_to_the_only_held_out_question_does_not_refuse_the_run(recipe, tmp_path):
-    """It is tried on prompts of the training split, and on samples, too."""
+def test_run_is_not_refused_for_one_failed_held_out_answer(recipe, tmp_path):
+    """Rewards are also tried on samples for training prompts."""
     command = of(recipe, "Broken", "--task.how", "not held out", "--run", tmp_path / "run", "--evaluate.n", 1)
     assert train(*command, "--algorithm.prompts-per-step", 2, "--algorithm.steps", 1, "--evaluate.k", 0) == 0
     [before, _] = records(tmp_path / "run" / "evals.jsonl")
@@ -68,8 +68,8 @@ def test_one_failed_answer_to_the_only_held_out_question_does_not_refuse_the_run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("evaluated", [2, 0])
-def test_rewards_that_all_hang_are_found_by_a_few(recipe, tmp_path, capsys, evaluated):
-    """Here all of the first look would be 40 + 40 * 4 of them, or 40 * 4."""
+def test_hanging_rewards_are_detected_with_few_samples(recipe, tmp_path, capsys, evaluated):
+    """The complete first look would compute 40 + 40 * 4 rewards, or 40 * 4 without an evaluation."""
     settings = ["--evaluate.every", evaluated, "--evaluate.n", 40, "--algorithm.prompts-per-step", 40]
     command = of(recipe, "Broken", "--run", tmp_path / "run", *settings)
     assert train(*command, "--task.how", "hang", "--reward.timeout", 0.2) == 2
@@ -77,7 +77,7 @@ def test_rewards_that_all_hang_are_found_by_a_few(recipe, tmp_path, capsys, eval
     assert f"{line} (docs/how-to/rewards.md)\n" in capsys.readouterr().err
 
 
-def test_an_evaluation_in_which_every_reward_fails_ends_in_one_line(recipe, model_dir, capsys):
+def test_eval_exits_with_one_line_if_every_reward_fails(recipe, model_dir, capsys):
     [broken] = of(recipe, "Broken")
     broken.write_text(broken.read_text().replace("[sampler]", 'how = "name"\n[sampler]'))
     with pytest.raises(SystemExit) as ended:
@@ -89,7 +89,7 @@ def test_an_evaluation_in_which_every_reward_fails_ends_in_one_line(recipe, mode
 
 
 @pytest.mark.slow
-def test_a_folder_that_was_there_before_stays_and_is_not_in_the_way(recipe, tmp_path):
+def test_existing_folder_survives_a_refused_run_and_is_usable(recipe, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     assert train(*of(recipe, "Broken", "--run", run_dir)) == 2
@@ -98,8 +98,8 @@ def test_a_folder_that_was_there_before_stays_and_is_not_in_the_way(recipe, tmp_
 
 
 @pytest.mark.slow
-def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(recipe, tmp_path, capsys):
-    """To the same bits as a run of these steps that bore with it."""
+def test_run_is_saved_when_reward_patience_ends_and_can_be_resumed(recipe, tmp_path, capsys):
+    """The resumed run has the bits of a run that tolerates the same failures."""
     judge, whole, stopped = (tmp_path / name for name in ("judge", "whole", "stopped"))
     judge.touch()
     command = of(recipe, "Judged", "--task.judge", judge, "--checkpoint.every", 0)
@@ -140,7 +140,7 @@ def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(rec
 
 
 def lost_and_found(judge):
-    """Away in the second step and the third."""
+    """Return a log method after which the judge is absent in the second and the third step."""
     log = loggers.JsonlLogger.log
 
     def logged(self, number, *rest):
@@ -154,8 +154,8 @@ def lost_and_found(judge):
 
 
 @pytest.mark.slow
-def test_patience_is_with_steps_in_a_row(recipe, tmp_path):
-    """Two and one without a reward, and one with."""
+def test_patience_counts_consecutive_failed_steps(recipe, tmp_path):
+    """Two steps fail, one succeeds and one fails."""
     judge = tmp_path / "judge"
     judge.touch()
     log = loggers.JsonlLogger.log
@@ -173,9 +173,7 @@ def test_patience_is_with_steps_in_a_row(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("evaluated", [2, 0])
-def test_a_reward_that_is_none_for_every_completion_ends_the_run_before_its_first_step(
-    recipe, tmp_path, monkeypatch, capsys, evaluated
-):
+def test_run_is_refused_if_every_reward_is_none(recipe, tmp_path, monkeypatch, capsys, evaluated):
     monkeypatch.setattr(run.grpo, "update_policy", None)
     command = of(recipe, "Broken", "--task.how", "never meant", "--run", tmp_path / "run")
     assert train(*command, "--evaluate.every", evaluated, "--evaluate.n", 3) == 2
@@ -184,7 +182,7 @@ def test_a_reward_that_is_none_for_every_completion_ends_the_run_before_its_firs
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(model_dir, tmp_path, capsys):
+def test_run_stops_after_every_reward_becomes_none(model_dir, tmp_path, capsys):
     def at_first(completions, trainer_state, **_):
         return [float(len(text)) if trainer_state.global_step < 1 else None for text in completions]
 
@@ -201,7 +199,7 @@ def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(mod
 
 
 @pytest.mark.slow
-def test_a_reward_that_is_not_meant_for_some_prompts_has_not_failed(recipe, tmp_path, capsys):
+def test_none_for_some_prompts_does_not_count_as_failed(recipe, tmp_path, capsys):
     command = of(recipe, "Broken", "--task.how", "seldom meant", "--run", tmp_path / "run", "--reward.patience", 1)
     assert train(*command, "--algorithm.steps", 2) == 0
     steps = records(tmp_path / "run" / "metrics.jsonl")
@@ -211,7 +209,7 @@ def test_a_reward_that_is_not_meant_for_some_prompts_has_not_failed(recipe, tmp_
     assert "completions to which no reward applies" in told
 
 
-def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):
+def test_output_of_rewards_goes_to_the_log_of_the_run(recipe, tmp_path, capfd):
     run_dir = tmp_path / "run"
     assert train(*of(recipe, "Broken", "--task.how", "not", "--run", run_dir, "--algorithm.steps", 1)) == 0
     assert "looking at it" in (run_dir / "rewards.log").read_text()
@@ -219,8 +217,8 @@ def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):
     assert "looking at it" not in told.out + told.err
 
 
-def test_the_log_of_rewards_keeps_its_beginning_and_its_end(recipe, tmp_path, monkeypatch):
-    """Of some 300 kB for each completion."""
+def test_reward_log_keeps_its_beginning_and_its_end(recipe, tmp_path, monkeypatch):
+    """Each completion prints about 300 kB."""
     monkeypatch.setattr(build, "MAX_REWARD_LOG_BYTES", 2**20)
     command = of(recipe, "Broken", "--task.how", "talks a lot", "--run", tmp_path / "run", "--evaluate.every", 0)
     assert train(*command, "--algorithm.steps", 1) == 0
@@ -231,9 +229,9 @@ def test_the_log_of_rewards_keeps_its_beginning_and_its_end(recipe, tmp_path, mo
     assert {line for line in log.splitlines() if line.startswith("la ")} == {"la " * 100}
 
 
-def test_a_log_without_lines_is_bounded_too(tmp_path):
+def test_log_without_newlines_is_bounded(tmp_path):
     path = tmp_path / "log"
-    bounded = BoundedLog(path, 1000, interval_seconds=0.01)  # there is no file yet
+    bounded = BoundedLog(path, 1000, interval_seconds=0.01)  # the file does not exist yet
     path.write_bytes(b"x" * 5000 + b"y")
     bounded.close()
     kept = path.read_bytes()
@@ -242,7 +240,7 @@ def test_a_log_without_lines_is_bounded_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_number_of_workers_changes_no_reward(recipe, tmp_path):
+def test_number_of_workers_changes_no_reward(recipe, tmp_path):
     one, three = tmp_path / "one", tmp_path / "three"
     assert train(recipe, "--run", one) == 0
     assert train(recipe, "--run", three, "--reward.workers", 3) == 0
@@ -250,7 +248,7 @@ def test_the_number_of_workers_changes_no_reward(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_settings_of_rewards_may_change_at_a_resume(recipe, tmp_path):
+def test_reward_settings_may_change_at_a_resume(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 1, "--evaluate.every", 0) == 0
     settings = ["--reward.timeout", 5, "--reward.workers", 2, "--reward.memory-gb", 4, "--reward.patience", 0]
@@ -267,7 +265,7 @@ def test_settings_of_rewards_may_change_at_a_resume(recipe, tmp_path):
         (("patience", -1), "memory_gb and patience must not be negative"),
     ],
 )
-def test_settings_of_rewards_that_cannot_be_are_refused(recipe, tmp_path, capsys, setting, complaint):
+def test_invalid_reward_settings_are_refused(recipe, tmp_path, capsys, setting, complaint):
     recipe.write_text(recipe.read_text() + f"[reward]\n{setting[0]} = {setting[1]}\n")
     assert train(recipe, "--run", tmp_path / "run") == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model through the command line's own path: folder, resume, interruption, two processes."""
+"""Tests of whole runs of a tiny model by the command line: run folder, resume, interruption, two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runs import asked_to_stop, in_two_processes, same_run, train, untimed, weig
 
 
 @pytest.mark.slow
-def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, capsys):
+def test_run_folder_has_all_documented_files(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir) == 0
     printed = capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
 
 
-# Everything that a step leaves to the next: an adapted coefficient, and replayed rollouts or a moving reference.
+# All state that a step passes to the next: an adapted coefficient, and replayed rollouts or a moving reference.
 STATEFUL = [
     *("--algorithm.max_rounds", "2", "--algorithm.entropy_share", "0.5"),
     *("--algorithm.kl", "k2", "--algorithm.kl_in", "loss", "--algorithm.kl_target", "0.001"),
@@ -84,7 +84,7 @@ LEFT_BEHIND = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", LEFT_BEHIND)
-def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, undisturbed, left):
+def test_checkpoint_holds_all_state_between_steps(recipe, tmp_path, monkeypatch, undisturbed, left):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL, *LEFT_BEHIND[left]]
     whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
     steps = records(whole / "metrics.jsonl")
@@ -109,7 +109,7 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_in_step", [2, 5])
-def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
+def test_checkpoint_holds_the_state_of_a_curriculum(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
     text = recipe.read_text()
     inside = text.replace("[task]", '[task]\nname = "curriculum"\npool = 10\nwindow = 3\nrest = 1\n[task.task]')
     recipe.write_text(inside)
@@ -149,13 +149,13 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
         patched.setattr(NativeSampler, "generate", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     with (killed / "rollouts.jsonl").open("a") as file:
-        file.write('{"step": 99, "half a li')  # what a crash may leave
+        file.write('{"step": 99, "half a li')  # a crash may leave such a line
     assert train("--resume", killed) == 0
     same_run(whole, killed)
 
 
 @pytest.mark.slow
-def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
+def test_global_random_generators_continue_at_a_resume(recipe, tmp_path):
     recipe.write_text(recipe.read_text().replace("Digits", "Careless"))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     fixed = ["--optimizer.schedule", "constant", "--evaluate.every", 0]
@@ -167,13 +167,13 @@ def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
+def test_minutes_count_the_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     monkeypatch.setattr(run.grpo.StageClock, "get_times", lambda clock: {"time/step": 30.0})
     assert train(recipe, "--run", run_dir, "--algorithm.minutes", 1) == 0
     assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
     assert [record["step"] for record in records(run_dir / "evals.jsonl")] == [0, 2]
-    shutil.rmtree(run_dir / "model")  # killed when all was saved but that
+    shutil.rmtree(run_dir / "model")  # as if killed before it was saved
     assert train("--resume", run_dir) == 0
     assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
     assert (run_dir / "model").is_dir()
@@ -181,7 +181,7 @@ def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(r
     assert records(run_dir / "metrics.jsonl")[-1]["step"] == 4
 
 
-def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys, undisturbed):
+def test_stop_request_saves_and_prints_the_resume_command(recipe, tmp_path, monkeypatch, capsys, undisturbed):
     whole, stopped = undisturbed(recipe), tmp_path / "stopped"
     with asked_to_stop(monkeypatch):
         assert train(recipe, "--run", stopped, "--checkpoint.every", 0) == 130
@@ -193,7 +193,7 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
-    """SIGKILL at a moment of its own, from outside."""
+    """SIGKILL comes from another process, at an arbitrary moment."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     longer = ["--algorithm.steps", "40", "--checkpoint.every", "3", "--evaluate.every", "10"]
     longer += ["--algorithm.epochs", "1", "--algorithm.minibatches", "1", "--algorithm.micro_batch", "0"]
@@ -218,9 +218,9 @@ ACROSS_GROUPS = ["--algorithm.advantage", "difficulty", "--algorithm.max_stalene
 )
 def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path, settings):
     one, two = tmp_path / "one", tmp_path / "two"
-    # A gentle rate: Adam turns the rounding of a gradient near 0 into a whole step of either sign.
+    # A low learning rate, since Adam turns the rounding error of a gradient near 0 into a full step of either sign.
     steps = ["--algorithm.steps", "3", "--evaluate.every", "3", "--optimizer.lr", "1e-3", *settings]
-    steps += ["--algorithm.micro_batch", "3"]  # a share of four rows takes two, too
+    steps += ["--algorithm.micro_batch", "3"]  # the four rows of one process need two micro-batches, too
     assert train(recipe, "--run", one, *steps) == 0
     in_two_processes("-m", "pellucid", "train", recipe, "--run", two, *steps)
     for name, tensor in weights(one).items():
@@ -254,7 +254,7 @@ Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(said))
 
 @pytest.mark.slow
 def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, tmp_path):
-    """Measured by each, on machines that others use too, bf16 would be faster on one of them."""
+    """On shared machines, the measurements of two processes may disagree about bf16."""
     script = tmp_path / "timings.py"
     script.write_text(TIMINGS)
     in_two_processes(script, recipe, tmp_path)
@@ -263,7 +263,7 @@ def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, 
     assert second == [["torch.float32", "bfloat16"], ["torch.bfloat16", "float32"]]
 
 
-def test_prompts_are_not_split_over_processes(recipe, tmp_path, capsys):
+def test_minibatches_must_divide_prompts_per_step(recipe, tmp_path, capsys):
     assert (
         train(recipe, "--run", tmp_path / "run", "--algorithm.prompts-per-step", 6, "--algorithm.minibatches", 4) == 2
     )
@@ -302,7 +302,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe, tmp_path):
         (["doctor", "now"], "Unrecognized options: now; see pellucid doctor --help"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path, monkeypatch):
+def test_usage_errors_exit_with_code_2_and_one_line(arguments, complaint, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -314,7 +314,7 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [3, -4])
-def test_a_layer_that_the_model_does_not_have_is_one_line(layer, recipe, tmp_path, capsys):
+def test_similarity_layer_out_of_range_exits_with_one_line(layer, recipe, tmp_path, capsys):
     similar = ["--algorithm.similarity", "smooth", "--algorithm.steps", 1, "--evaluate.every", 0]
     for there in (2, -3):
         settings = [*similar, "--algorithm.similarity-layer", there]
@@ -326,7 +326,7 @@ def test_a_layer_that_the_model_does_not_have_is_one_line(layer, recipe, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
+def test_eval_of_a_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
     last = records(run_dir / "evals.jsonl")[-1]
@@ -340,8 +340,8 @@ def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
     assert "mean@2" in table
 
 
-def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
-    """Samples of an evaluation from the likeliest token only are greedy answers."""
+def test_evaluation_top_p_does_not_affect_training_samples(recipe):
+    """Evaluation samples that are limited to the likeliest token equal greedy answers."""
     cfg = config.load_config(recipe, ["--evaluate.top-p", "1e-6"])
     parts = build.build_components(cfg)
     parts.sampler.sync(parts.policy)
@@ -356,7 +356,7 @@ def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):
+def test_adapter_trains_with_the_exact_kl_to_its_base(recipe, tmp_path):
     run_dir = tmp_path / "run"
     lora = ["--policy.lora", 2, "--algorithm.steps", 2, "--algorithm.kl", "exact", "--algorithm.kl_in", "loss"]
     assert train(recipe, "--run", run_dir, *lora) == 0
@@ -364,7 +364,7 @@ def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):
     assert 0 < first["kl"] < second["kl"]
 
 
-def test_the_base_of_an_adapter_cannot_follow_it(recipe, tmp_path, capsys):
+def test_moving_reference_is_refused_for_an_adapter(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", "--policy.lora", 2, "--algorithm.reference_every", 1) == 2
     assert "its base, which never changes" in capsys.readouterr().err
 
@@ -397,7 +397,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps(recipe, tmp_path):
 
 
 def killed_in_step(number, monkeypatch, *arguments):
-    """Trains with a checkpoint at every step, and dies in this one."""
+    """Train with a checkpoint at every step, and die in the given step."""
     update, calls = run.grpo.update_policy, []
 
     def dying(*arguments):
@@ -418,8 +418,8 @@ MOVES = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @MOVES
-def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here, there):
-    """To the same weights as if it had stayed, but for rounding."""
+def test_optimizer_offload_may_change_at_a_resume(recipe, tmp_path, monkeypatch, here, there):
+    """The weights equal those of a run without the change, up to rounding."""
     stayed, moved = tmp_path / "stayed", tmp_path / "moved"
     settings = ["--optimizer.lr", "1e-3", "--evaluate.every", 0]
     assert train(recipe, "--run", stayed, *settings, f"--optimizer.{here}") == 0
@@ -432,7 +432,7 @@ def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here,
 
 @pytest.mark.slow
 @MOVES
-def test_no_bit_of_bf16_training_is_lost_in_the_move(recipe, tmp_path, monkeypatch, here, there):
+def test_offload_change_at_a_resume_loses_no_bit_of_bf16_training(recipe, tmp_path, monkeypatch, here, there):
     run_dir = tmp_path / "run"
     settings = ["--policy.dtype", "bfloat16", "--evaluate.every", 0]
     killed_in_step(4, monkeypatch, recipe, "--run", run_dir, *settings, f"--optimizer.{here}")
@@ -455,7 +455,7 @@ def test_offloaded_masters_are_fp32_and_saved_unrounded(recipe, tmp_path):
         assert torch.equal(saved[name], master), name
 
 
-def test_an_empty_prompt_is_told_in_one_line(recipe, tmp_path, capsys):
+def test_empty_prompt_exits_with_one_line(recipe, tmp_path, capsys):
     recipe.write_text(recipe.read_text().replace("Digits", "Silent"))
     assert train(recipe, "--run", tmp_path / "run") == 2
     said = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
@@ -463,7 +463,7 @@ def test_an_empty_prompt_is_told_in_one_line(recipe, tmp_path, capsys):
     assert 'prompt train/0/0, "": it is empty, and this tokenizer puts no token before a text' in said[0]
 
 
-def test_prefixes_that_are_not_there_are_missed_before_a_model_is_loaded(recipe, tmp_path, capsys):
+def test_missing_prefix_file_is_reported_before_a_model_is_loaded(recipe, tmp_path, capsys):
     recipe.write_text('[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "no.json"\n')
     assert train(recipe, "--run", tmp_path / "run") == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""A run folder that processes share, that is killed, edited, filled and moved: what stands in it stays true."""
+"""Tests that run folders stay correct when processes share them, and runs are killed, edited or short of disk space."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TASK = Path(__file__).parents[1] / "digits_task.py"
 
 
 def pellucid(*arguments, **kwargs):
-    """The command in a process of its own."""
+    """Start the command in its own process."""
     command = [sys.executable, "-m", "pellucid", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
 def endless(recipe, run_dir):
-    """A run that goes on until it is ended."""
+    """Start a run that trains until it is killed."""
     command = ["train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1]
     return Forked("-m", "pellucid", *command)
 
@@ -57,7 +57,7 @@ def short(recipe, run_dir, *settings):
 
 @pytest.fixture
 def short_run(recipe, tmp_path, undisturbed):
-    """A finished run of two steps, this test's own."""
+    """Return the folder of a finished run of two steps, a copy that the test may change."""
     return shutil.copytree(undisturbed(recipe, *SHORT), tmp_path / "run")
 
 
@@ -72,11 +72,11 @@ def dying_in(monkeypatch, step):
     monkeypatch.setattr(NativeSampler, "generate", dying)
 
 
-# ---------------------------------------------------------------- one holder
+# ---------------------------------------------------------------- one process at a time
 
 
 @pytest.mark.slow
-def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_nothing(recipe, tmp_path, capsys):
+def test_second_process_is_refused_and_error_names_the_lock_holder(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     first = endless(recipe, run_dir)
     until(lambda: list_checkpoints(run_dir), first)
@@ -92,8 +92,8 @@ def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_n
 
 
 @pytest.mark.slow
-def test_the_reward_process_does_not_keep_the_lock(recipe, tmp_path):
-    """It may live on for a moment, or hang in a reward, when its parent is killed."""
+def test_reward_process_does_not_hold_the_lock(recipe, tmp_path):
+    """When its parent is killed, it may live on for a moment, or hang in a reward."""
     run_dir = tmp_path / "run"
     first = endless(recipe, run_dir)
     until(lambda: list_checkpoints(run_dir), first)
@@ -111,7 +111,7 @@ def files_of(pid):
     return [os.readlink(link) for link in Path("/proc", pid, "fd").iterdir() if link.is_symlink()]
 
 
-def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
+def test_only_rank_0_is_the_first_process(monkeypatch):
     assert is_first_process()
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         with monkeypatch.context() as patched:
@@ -121,10 +121,10 @@ def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
             assert is_first_process()
 
 
-# ---------------------------------------------------------------- what may change at a resume
+# ---------------------------------------------------------------- settings that may change at a resume
 
 
-def test_what_a_resume_may_change_is_said_and_kept(short_run, capsys):
+def test_resume_prints_and_records_changed_settings(short_run, capsys):
     run_dir = short_run
     assert train("--resume", run_dir, "--algorithm.steps", 4, "--optimizer.lr", "1e-3") == 0
     [said] = [line for line in capsys.readouterr().out.splitlines() if "goes on after step 2" in line]
@@ -150,7 +150,7 @@ def test_what_a_resume_may_change_is_said_and_kept(short_run, capsys):
         ("algorithm.epochs", "1"),
     ],
 )
-def test_what_would_make_the_log_a_lie_is_refused_with_the_mend(short_run, capsys, key, value):
+def test_resume_refuses_settings_that_change_the_experiment(short_run, capsys, key, value):
     run_dir = short_run
     before = (run_dir / "config.json").read_bytes()
     assert train("--resume", run_dir, f"--{key}", value) == 2
@@ -161,7 +161,7 @@ def test_what_would_make_the_log_a_lie_is_refused_with_the_mend(short_run, capsy
 
 
 def own_files(tmp_path, recipe):
-    """A task of the user's own with a data file, named from the folder that they lie in."""
+    """Write a custom task, its data file and a recipe, with paths relative to their folder."""
     home = tmp_path / "home"
     home.mkdir()
     name = f"own_{abs(hash(str(tmp_path)))}_task"
@@ -204,7 +204,7 @@ def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_a_pattern_is_all_of_its_files_and_one_more_is_another_experiment(recipe, tmp_path, monkeypatch, capsys):
+def test_resume_refuses_a_new_file_that_matches_the_data_pattern(recipe, tmp_path, monkeypatch, capsys):
     home, run_dir = tmp_path / "home", tmp_path / "run"
     (home / "parts").mkdir(parents=True)
     for name, first in (("a", 0), ("b", 10)):
@@ -226,7 +226,7 @@ def test_a_pattern_is_all_of_its_files_and_one_more_is_another_experiment(recipe
     assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
 
 
-def test_every_setting_is_either_free_at_a_resume_or_not():
+def test_steps_may_change_at_a_resume_and_the_experiment_may_not():
     assert "algorithm.steps".startswith(CHANGEABLE_SETTINGS)
     for key in ("task.digits", "algorithm.group_size", "sampler.temperature", "evaluate.n", "policy.model"):
         assert not key.startswith(CHANGEABLE_SETTINGS), key
@@ -237,7 +237,7 @@ def test_every_setting_is_either_free_at_a_resume_or_not():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["train", "resume"])
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_path, monkeypatch, undisturbed, again):
+def test_run_killed_before_its_first_checkpoint_starts_over(recipe, tmp_path, monkeypatch, undisturbed, again):
     whole, died = undisturbed(recipe), tmp_path / "died"
     with monkeypatch.context() as patched:
         dying_in(patched, 2)
@@ -248,7 +248,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_pa
     same_run(whole, died)
 
 
-def test_steps_of_other_settings_are_not_forgotten(recipe, tmp_path, monkeypatch, capsys):
+def test_starting_over_with_other_settings_keeps_recorded_steps(recipe, tmp_path, monkeypatch, capsys):
     died = tmp_path / "died"
     with monkeypatch.context() as patched:
         dying_in(patched, 2)
@@ -261,7 +261,7 @@ def test_steps_of_other_settings_are_not_forgotten(recipe, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_run_that_died_before_its_first_step_leaves_its_folder_to_any_other(recipe, tmp_path, monkeypatch):
+def test_folder_of_a_run_killed_before_step_1_can_be_reused(recipe, tmp_path, monkeypatch):
     died = tmp_path / "died"
     with monkeypatch.context() as patched:
         dying_in(patched, 1)
@@ -270,7 +270,7 @@ def test_a_run_that_died_before_its_first_step_leaves_its_folder_to_any_other(re
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "thesis.tex", "config.json"])
-def test_someone_s_files_are_left_alone(recipe, tmp_path, capsys, file):
+def test_folder_with_foreign_files_is_refused(recipe, tmp_path, capsys, file):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / file).write_text('{"step": 7, "architectures": []}\n')
@@ -282,7 +282,7 @@ def test_someone_s_files_are_left_alone(recipe, tmp_path, capsys, file):
 
 
 @pytest.mark.parametrize("lost", ["digests", "algorithm"])
-def test_a_config_of_which_a_part_is_gone_is_one_line(recipe, short_run, capsys, lost):
+def test_resume_with_an_incomplete_config_exits_with_one_line(recipe, short_run, capsys, lost):
     path = short_run / "config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in settings.items() if name != lost}))
@@ -291,8 +291,8 @@ def test_a_config_of_which_a_part_is_gone_is_one_line(recipe, short_run, capsys,
     assert line.endswith(f"{path} is damaged or not part of a run: restore it from a copy, or start in another folder")
 
 
-def test_steps_beside_a_config_of_which_a_part_is_gone_are_left_alone(recipe, short_run, capsys):
-    """As of a run that was killed before its first checkpoint."""
+def test_training_beside_an_incomplete_config_is_refused(recipe, short_run, capsys):
+    """The checkpoints are absent, as after a run that was killed before its first one."""
     path = short_run / "config.json"
     for folder in ("checkpoints", "model"):
         shutil.rmtree(short_run / folder)
@@ -304,8 +304,8 @@ def test_steps_beside_a_config_of_which_a_part_is_gone_are_left_alone(recipe, sh
     assert line.endswith(f"{path} is damaged or not part of a run: restore it from a copy, or start in another folder")
 
 
-def test_a_finished_run_without_checkpoints_is_not_begun_again(recipe, short_run, capsys):
-    """As `study` leaves it, and as it is kept as data."""
+def test_finished_run_without_checkpoints_does_not_start_over(recipe, short_run, capsys):
+    """`study` leaves such runs, and runs kept as data look the same."""
     run_dir = short_run
     shutil.rmtree(run_dir / "checkpoints")
     before = (run_dir / "metrics.jsonl").read_bytes()
@@ -327,7 +327,7 @@ def refused_before_the_model(recipe, run_dir, monkeypatch, capsys, *settings):
     return line
 
 
-def test_room_on_the_disk_is_checked_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
+def test_disk_space_is_checked_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(200_000)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
     line = refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys)
@@ -346,7 +346,7 @@ LEFT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", LEFT)
-def test_a_finished_run_keeps_its_checkpoints_as_the_settings_say(recipe, tmp_path, monkeypatch, what):
+def test_finished_run_keeps_the_configured_checkpoints(recipe, tmp_path, monkeypatch, what):
     settings, names = LEFT[what]
     run_dir, most, save = tmp_path / "run", [], checkpoint.write_checkpoint
 
@@ -363,7 +363,7 @@ def test_a_finished_run_keeps_its_checkpoints_as_the_settings_say(recipe, tmp_pa
 
 
 @pytest.mark.parametrize("settings", [["--checkpoint.every", 0], ["--checkpoint.keep_finished", "none"]])
-def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe, tmp_path, capsys, settings):
+def test_resume_without_a_checkpoint_names_settings_that_keep_one(recipe, tmp_path, capsys, settings):
     run_dir = tmp_path / "run"
     assert short(recipe, run_dir, *settings) == 0
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -375,7 +375,7 @@ def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
+def test_checkpoints_of_a_finished_run_can_be_deleted_at_a_resume(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert short(recipe, run_dir) == 0
     model = (run_dir / "model" / "model.safetensors").read_bytes()
@@ -385,8 +385,8 @@ def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(recipe, tmp_path, monkeypatch):
-    """Otherwise the next resume would go back to where it was stopped, and cut the logs to it."""
+def test_checkpoint_of_a_stop_is_deleted_when_the_run_finishes(recipe, tmp_path, monkeypatch):
+    """Otherwise the next resume would go back to the stop and cut the logs there. `checkpoint.every` is 0."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert train(recipe, "--run", whole, "--checkpoint.every", 0) == 0
     with asked_to_stop(monkeypatch):
@@ -398,9 +398,7 @@ def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(r
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_that_is_said(
-    recipe, tmp_path, monkeypatch, capsys
-):
+def test_error_of_a_failed_model_save_tells_if_a_checkpoint_exists(recipe, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -411,10 +409,8 @@ def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_t
 
 
 @pytest.mark.slow
-def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_go_on_with(
-    recipe, tmp_path, monkeypatch, capsys
-):
-    """That of 4-bit numbers is read anew."""
+def test_run_resumes_after_the_base_was_unreadable_for_the_merge(recipe, tmp_path, monkeypatch, capsys):
+    """A 4-bit base is read again for the merge."""
     gone = "policy.model = 'base' cannot be loaded (no such file)"
 
     def unreadable(*_):
@@ -433,7 +429,7 @@ def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_
 
 
 @pytest.mark.slow
-def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
+def test_disk_usage_is_printed_before_the_first_step(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(7e9)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
     assert short(recipe, tmp_path / "run", "--evaluate.every", 1) == 0
@@ -441,7 +437,7 @@ def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_pat
     assert "disk up to 0.0 GB of 7 GB free, 0.0 GB of it for model-best/" in before
 
 
-def test_the_room_that_a_resumed_run_replaces_need_not_be_free(recipe, tmp_path):
+def test_files_that_a_resume_replaces_need_no_free_space(recipe, tmp_path):
     cfg = config.resolve_config(config.load_config(recipe, []))
     model = memory.describe_model(cfg.policy)
     new = memory.plan_disk(cfg, model, tmp_path)
@@ -459,7 +455,7 @@ def test_the_room_that_a_resumed_run_replaces_need_not_be_free(recipe, tmp_path)
 
 
 @pytest.mark.parametrize("settings", [["--checkpoint.no-keep-best"], ["--evaluate.every", 0], ["--evaluate.every", 6]])
-def test_no_room_is_asked_for_a_best_model_that_is_not_written_beside_the_last(recipe, tmp_path, settings):
+def test_disk_plan_omits_a_best_model_that_is_not_saved_separately(recipe, tmp_path, settings):
     cfg = config.resolve_config(config.load_config(recipe, list(map(str, settings))))
     model = memory.describe_model(cfg.policy)
     found = memory.plan_disk(cfg, model, tmp_path)
@@ -472,7 +468,7 @@ def test_no_room_is_asked_for_a_best_model_that_is_not_written_beside_the_last(r
 @pytest.mark.parametrize(
     "settings", [[], ["--optimizer.offload"], ["--policy.lora", "2"], ["--algorithm.reference-every", "2"]]
 )
-def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, settings):
+def test_disk_plan_matches_the_bytes_written(recipe, tmp_path, settings):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     cfg = config.resolve_config(config.load_config(recipe, settings))
@@ -488,12 +484,14 @@ def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, setting
     ("module", "settings"),
     [("wandb", ["--log.wandb", "offline"]), ("peft", ["--policy.lora", "2"]), ("tensorboard", [])],
 )
-def test_extras_are_missed_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys, module, settings):
+def test_missing_extras_are_reported_before_the_model_is_loaded(
+    recipe, tmp_path, monkeypatch, capsys, module, settings
+):
     monkeypatch.setitem(sys.modules, module, None)
     assert "pip install" in refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys, *settings)
 
 
-def test_data_is_missed_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
+def test_missing_data_is_reported_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
     text = recipe.read_text()
     head, tail = text[: text.index("[task]")], text[text.index("[sampler]") :]
     recipe.write_text(f'{head}[task]\nname = "dataset"\ndata = "nowhere.jsonl"\n{tail}')
@@ -501,18 +499,18 @@ def test_data_is_missed_before_the_model_is_loaded(recipe, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "/proc/x/y", "/sys/x", "/dev/null", "/dev/null/x", "/tmp/" + 300 * "x"])
-def test_a_place_where_no_run_can_be_is_one_line(recipe, tmp_path, capsys, place, monkeypatch):
+def test_unwritable_run_folder_exits_with_one_line(recipe, tmp_path, capsys, place, monkeypatch):
     monkeypatch.setattr(run, "train_run", lambda *_: pytest.fail("a model would be loaded"))
     assert train(recipe, "--run", place) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"pellucid: {place} cannot be written to (")
 
 
-# ---------------------------------------------------------------- nothing that only shows something ends a run
+# ---------------------------------------------------------------- failures of reports and output
 
 
 @pytest.mark.slow
-def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypatch, capsys):
+def test_model_is_saved_when_the_report_fails(recipe, tmp_path, monkeypatch, capsys):
     def failing(_):
         raise ZeroDivisionError("division by zero")
 
@@ -522,7 +520,7 @@ def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypat
     assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out
 
 
-def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_line(short_run, monkeypatch, capsys):
+def test_failed_model_save_keeps_the_previous_model(short_run, monkeypatch, capsys):
     run_dir = short_run
     before = (run_dir / "model" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patched:
@@ -535,7 +533,7 @@ def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_l
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_no_run(recipe, tmp_path):
+def test_closed_output_pipe_does_not_end_the_run(recipe, tmp_path):
     run_dir, (heard, told) = tmp_path / "run", os.pipe()
     process = Forked("-m", "pellucid", "train", recipe, "--run", run_dir, stdout=told, stderr=told)
     os.close(told)
@@ -548,7 +546,7 @@ def test_a_reader_that_goes_away_ends_no_run(recipe, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", ">/dev/full 2>&1"])
-def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
+def test_closed_or_full_output_does_not_end_the_run(recipe, tmp_path, closed):
     run_dir = tmp_path / "run"
     command = f"{sys.executable} -m pellucid train {recipe} --run {run_dir} --algorithm.steps 2 {closed}"
     assert subprocess.run(command, shell=True, check=False).returncode == 0
@@ -559,7 +557,7 @@ def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
 
 
 @pytest.mark.slow
-def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recipe, tmp_path, monkeypatch, undisturbed):
+def test_stop_request_saves_first_and_the_resume_evaluates(recipe, tmp_path, monkeypatch, undisturbed):
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
     whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
     with asked_to_stop(monkeypatch, signal.SIGTERM):
@@ -572,8 +570,8 @@ def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recip
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4, 6])
-def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_path, monkeypatch, undisturbed, step):
-    """Whether the step was to be saved, or was the last."""
+def test_stop_request_interrupts_an_evaluation(recipe, tmp_path, monkeypatch, undisturbed, step):
+    """Step 4 is due for a checkpoint, step 6 is the last, and step 1 is neither."""
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
     whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
     evaluate, calls = run.evaluate, []
@@ -596,10 +594,8 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_them(
-    recipe, tmp_path, monkeypatch, undisturbed
-):
-    """In the third token of the evaluation behind step 4, while other rows wait for a place."""
+def test_stop_request_interrupts_evaluation_rows_in_flight(recipe, tmp_path, monkeypatch, undisturbed):
+    """The request comes at the third token of the evaluation after step 4, while other rows wait for a slot."""
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4, "--sampler.rows", 4]
     whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
     decode, step, calls = NativeSampler._decode, DecodeBatch.step, []
@@ -628,7 +624,7 @@ def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_t
 
 
 @pytest.mark.slow
-def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, monkeypatch, capsys, undisturbed):
+def test_second_stop_request_during_a_save_keeps_old_checkpoints(recipe, tmp_path, monkeypatch, capsys, undisturbed):
     whole, stopped = undisturbed(recipe), tmp_path / "stopped"
     save_file, calls = checkpoint.save_file, []
 
@@ -651,8 +647,8 @@ def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_before_step_1_is_one_line_and_leaves_nothing_running(recipe, tmp_path, number):
-    """In the first evaluation, when the reward process is there."""
+def test_stop_request_before_step_1_exits_with_one_line(recipe, tmp_path, number):
+    """The request comes in the first evaluation, when the reward process is running."""
     marker = tmp_path / "graded"
     own = tmp_path / "slow_rewards_task.py"
     source = TASK.read_text().replace("digits = sum", f"open({str(marker)!r}, 'w').close()\n        digits = sum")
@@ -686,7 +682,7 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["pellucid.cli", "pydantic", "torch", "transformers"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_while_importing_ends_the_process_in_one_line(recipe, tmp_path, module, number):
+def test_stop_request_during_imports_exits_with_one_line(recipe, tmp_path, module, number):
     code = SIGNALLED_BY_AN_IMPORT.format(module=module, number=int(number))
     command = [sys.executable, "-c", code, "train", recipe, "--run", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -696,7 +692,7 @@ def test_a_request_while_importing_ends_the_process_in_one_line(recipe, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["--run {run}", "--resume {empty}", "--resume {run} --algorithm.group-size 7"])
-def test_what_a_folder_is_is_said_before_torch_is_imported(short_run, tmp_path, arguments):
+def test_run_folder_errors_are_reported_before_torch_is_imported(short_run, tmp_path, arguments):
     named = arguments.format(run=short_run, empty=tmp_path).split()
     code = (
         "import sys; from pellucid import cli\n"
@@ -712,7 +708,7 @@ NOT_PYTHON_S = ("tomllib", "signal", "argparse", "random", "typing")
 
 
 @pytest.mark.slow
-def test_files_beside_a_run_are_no_modules_of_python(recipe, tmp_path):
+def test_local_files_do_not_shadow_the_standard_library(recipe, tmp_path):
     """`python -m` puts the working directory first on the path."""
     for name in NOT_PYTHON_S:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
@@ -726,7 +722,7 @@ def test_files_beside_a_run_are_no_modules_of_python(recipe, tmp_path):
     assert records(tmp_path / "run" / "metrics.jsonl")[0]["reward/failed"] == 0
 
 
-def test_the_script_begins_where_the_module_does():
-    """Where a request to stop is no traceback, and output may go nowhere."""
+def test_console_script_enters_through_the_main_module():
+    """That module turns early requests to stop into one line, and tolerates closed output."""
     scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"pellucid": "pellucid.__main__:main"}

@@ -1,8 +1,8 @@
 """Each value of each setting trains two steps to finite weights, or is refused in one line before a model is loaded.
 
-The settings are those of the dataclasses: a new one is tried without a change here, unless it is a text or a list, for
-which EXAMPLES must have values. Single values are tried on a model of two layers with the shape that compiled kernels
-compute; combinations on the embedded model.
+The settings come from the dataclasses: a new one is tried without a change here, unless it is a string or a list, for
+which EXAMPLES must have values. Single values are tried on a model of two layers at a shape that compiled kernels
+compute, and combinations on the embedded model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "reward.secrets": [("SOME_KEY",)],
     "sampler.urls": [],
 }
-"""Values of settings that are texts, lists or tables; none where a value needs a file or another machine."""
+"""Values of settings that are strings, lists or tables; empty if a value needs a file or another machine."""
 NUMBERS = {
     "algorithm.clip_cap": 5.0,
     "algorithm.correction_cap": 3.0,
@@ -61,7 +61,7 @@ NUMBERS = {
     "optimizer.lr": 1e-4,
     "runtime.shards": 1,
 }
-"""Values of numbers for which half of the default, or 2, is out of range."""
+"""Values of numbers for which the automatic value, half of the default or 2, is out of range."""
 WITH: dict[str, dict[str, Any]] = {
     "algorithm.aggregate": {"algorithm.max_length": 8},
     "algorithm.clip_difficulty": {},
@@ -107,25 +107,25 @@ WITH: dict[str, dict[str, Any]] = {
         for name in ("every", "n", "k", "patience", "samples", "top_k", "top_p", "min_p")
     },
 }
-"""What a setting needs to have an effect; None leaves a setting of BASE out."""
+"""Other settings that a setting needs to have an effect; None removes a setting of BASE."""
 ROWS = "".join(json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(40))
-"""The data set that the word ROWS above stands for: a tenth of it is two steps of two prompts."""
+"""The contents of the file that replaces the word ROWS above: a tenth of it is two steps of two prompts."""
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}="
     "{% if enable_thinking is defined and not enable_thinking %}?{% endif %}{% endif %}"
 )
-"""The chat template that the word TEMPLATE above stands for."""
+"""The chat template that replaces the word TEMPLATE above."""
 NEEDS = {
     "policy.load_in_4bit": "bitsandbytes",
     "runtime.zero_stage": "deepspeed",
     "sampler.adapter": "vllm",
     "sampler.ahead": "vllm",
 }
-"""Settings that train only with a library that may not be installed."""
+"""Settings that need a library, which may not be installed."""
 
 
 def values_of(name: str, kind: Any, default: Any) -> list[Any]:
-    """Values of a setting other than its default. The test fails for a text or a list without examples."""
+    """Return values of a setting other than its default. Fail for a string or a list without examples."""
     if name in EXAMPLES:
         return EXAMPLES[name]
     if name in NUMBERS:
@@ -157,15 +157,15 @@ COMBINED = sorted({(name, value) for name in TRIED if name not in NEEDS for valu
 
 
 def combinations(count: int = 30, of: int = 4):
-    """The same ones each time."""
+    """Return random combinations of settings, the same ones in each run."""
     chance = random.Random(57)
-    # A process group belongs to a process of its own.
+    # A process group needs its own process.
     quick = [each for each in COMBINED if not each[0].startswith("runtime.")]
     return [chance.sample(quick, of) for _ in range(count)]
 
 
 def words(settings):
-    """As flags of the command line."""
+    """Return the settings as flags of the command line."""
     found = []
     for name, value in settings.items():
         if value is None:
@@ -176,7 +176,7 @@ def words(settings):
 
 @pytest.fixture
 def outcome(tmp_path, monkeypatch, capsys):
-    """Runs `pellucid train` with settings; returns "trained" or the line with which they were refused."""
+    """Return a function that runs `pellucid train`, and returns "trained" or the line of the refusal."""
     loaded, load = [], AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
     files = {"TEMPLATE": tmp_path / "template.jinja", "ROWS": tmp_path / "rows.jsonl"}
@@ -190,7 +190,7 @@ def outcome(tmp_path, monkeypatch, capsys):
         flags = words({"task.name": task, "policy.model": model, **BASE, **settings})
         flags = [str(files.get(word, word)) for word in flags]
         loaded.clear()
-        if any(name.startswith("runtime.") for name in settings):  # a process group belongs to a process of its own
+        if any(name.startswith("runtime.") for name in settings):  # a process group needs its own process
             done = ran("-m", "pellucid", "train", "--run", folder, *flags)
             status, said, before_loading = done.returncode, done.stderr, True
         else:
@@ -218,7 +218,7 @@ def outcome(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # torch.compile takes minutes where cores are shared, and warns about itself
+@pytest.mark.timeout(900)  # torch.compile takes minutes on shared cores, and emits warnings
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TRIED)
 def test_each_value_trains_or_is_refused_in_one_line(name, outcome, kernel_dirs):

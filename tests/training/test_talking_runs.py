@@ -1,4 +1,4 @@
-"""Runs whose answers are conversations, by the command: trained, stopped, gone on with, evaluated, refused."""
+"""Tests of runs whose answers are conversations: training, interruption, resume, evaluation and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worlds import CHAT
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny model with a chat template that knows no tools."""
+    """Return a tiny model with a chat template that does not support tools."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path, model):
-    """A run with an environment that asks by itself, and a reward function that looks at it."""
+    """Return a recipe with an environment that asks its own questions, and a reward function that inspects it."""
     file = tmp_path / "recipe.toml"
     file.write_text(f"""
 [policy]
@@ -55,7 +55,7 @@ every = 1
 
 
 @pytest.mark.slow
-def test_an_environment_is_trained_and_what_was_said_is_on_record(recipe, tmp_path):
+def test_training_with_an_environment_records_its_conversations(recipe, tmp_path):
     run = tmp_path / "run"
     assert train(recipe, "--run", run) == 0
     for record in records(run / "rollouts.jsonl"):
@@ -71,7 +71,7 @@ def test_an_environment_is_trained_and_what_was_said_is_on_record(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_was_said_in_a_conversation_is_recorded_token_by_token(recipe, tmp_path):
+def test_tokens_of_conversations_are_recorded(recipe, tmp_path):
     run = tmp_path / "run"
     settings = ("--log.tokens", 2, "--log.token_steps", 1, "--evaluate.every", 0, "--algorithm.steps", 2)
     assert train(recipe, "--run", run, *settings) == 0
@@ -115,7 +115,7 @@ def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(r
 
 
 @pytest.mark.slow
-def test_a_task_with_a_tool_is_trained_by_a_model_that_knows_no_tools(recipe, tmp_path, capsys):
+def test_model_without_tool_support_trains_on_a_task_with_a_tool(recipe, tmp_path, capsys):
     run = tmp_path / "run"
     words = ["--task.name", "calculator", "--sampler.max_tokens", 40, "--algorithm.steps", 1, "--evaluate.every", 0]
     assert train(recipe, "--run", run, *words) == 0
@@ -138,7 +138,7 @@ def test_a_task_with_a_tool_is_trained_by_a_model_that_knows_no_tools(recipe, tm
         "a text": (["--task.environment", "tests/worlds.py:CHAT"], "must be a class or a function, got str"),
     }.values(),
 )
-def test_a_mistake_is_one_line(recipe, tmp_path, capsys, words, told):
+def test_invalid_conversation_settings_exit_with_one_line(recipe, tmp_path, capsys, words, told):
     run = tmp_path / "run"
     assert train(recipe, "--run", run, *words) == 2
     error = capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_an_environment_that_always_fails_is_refused_before_step_1(recipe, tmp_p
 
 
 @pytest.mark.slow
-def test_answers_of_an_evaluation_are_conversations(recipe, tmp_path, capsys):
+def test_evaluation_answers_are_conversations(recipe, tmp_path, capsys):
     run, answers = tmp_path / "run", tmp_path / "answers.jsonl"
     assert train(recipe, "--run", run, "--algorithm.steps", 1, "--evaluate.every", 0) == 0
     assert answered("eval", run, "--output", answers) == 0

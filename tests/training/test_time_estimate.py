@@ -1,4 +1,4 @@
-"""How long a run will take: operations against those that torch counts, schedules against a loop, lines by hand."""
+"""Tests of time estimates: operations against torch's counts, schedules against a loop, lines against hand results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from runs import in_two_processes, train
 VOCABULARY = 200
 PROMPT_TOKENS, RESPONSE_TOKENS, PROMPTS, GROUP_SIZE = 7, 5, 2, 3
 NO_READING = Speed(1 / REACHED_SHARE, float("inf"))
-"""A device on which an operation takes a second, and reading takes no time."""
+"""The speed of a device on which an operation takes a second, and reading takes no time."""
 
 
 def settings(*arguments):
@@ -51,7 +51,7 @@ def settings(*arguments):
 
 
 def load_policy(folder, tied=False, layers=2, **options):
-    """A model whose norms are below a percent of its weights."""
+    """Return a policy whose norms are below a percent of its weights."""
     model_config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -76,7 +76,7 @@ def make_group(index):
 
 
 def count_products(compute):
-    """Return the operations of the products with weights, as torch counts them. Those of attention are batched."""
+    """Return torch's count of the operations with weights. Products in attention are batched, and not counted."""
     with FlopCounterMode(display=False) as counter:
         compute()
     counts = counter.get_flop_counts()["Global"]
@@ -84,7 +84,7 @@ def count_products(compute):
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"gradient_checkpointing": True}], ids=str)
-def test_an_update_has_the_operations_that_torch_counts(options, tmp_path):
+def test_estimated_update_operations_match_torch(options, tmp_path):
     loaded, cfg = load_policy(tmp_path, **options), settings()
     batch = collate([make_group(i) for i in range(PROMPTS)])
     counted = count_products(lambda: loaded.score(batch).logprobs.sum().backward())
@@ -95,21 +95,21 @@ def test_an_update_has_the_operations_that_torch_counts(options, tmp_path):
     assert work.count_forward(tokens) + backward == pytest.approx(counted, rel=0.01)
 
 
-def test_a_frozen_base_has_no_gradients_of_weights(tmp_path):
-    """By transformers and peft: our decoder fills ranks up with zeros, which is much in a model as narrow as this."""
+def test_update_of_a_frozen_base_has_no_weight_gradients(tmp_path):
+    """Uses transformers and peft: our decoder pads ranks with zeros, which is a large share in such a narrow model."""
     loaded = load_policy(tmp_path, layers=8, lora_rank=4, engine="transformers")
     batch = collate([make_group(i) for i in range(PROMPTS)])
     counted = count_products(lambda: loaded.score(batch).logprobs.sum().backward())
     work = describe_work(describe_loaded_model(loaded), settings("--policy.lora", "4"))._replace(attention=0.0)
-    work = work._replace(layers=work.layers - work.adapters)  # a loaded model has adapters among its parameters
+    work = work._replace(layers=work.layers - work.adapters)  # a loaded model counts its adapters as parameters
     rows = PROMPTS * GROUP_SIZE
     tokens = Tokens(rows * (PROMPT_TOKENS + RESPONSE_TOKENS), rows * RESPONSE_TOKENS, 0)
     estimated = work.count_forward(tokens) + work.count_backward(tokens, tokens.head, checkpointing=False)
-    # 1% are gradients of the embedding, which is frozen: queries, keys and values of the first layer have none.
+    # 1% are input gradients of the first layer's queries, keys and values: the frozen embedding needs none.
     assert estimated == pytest.approx(counted, rel=0.02)
 
 
-def test_sampling_has_the_operations_that_torch_counts(tmp_path):
+def test_estimated_sampling_operations_match_torch(tmp_path):
     loaded = load_policy(tmp_path)
     prompts = [Prompt(str(i), f"{i}+345") for i in range(PROMPTS)]
     lengths = Lengths(len(loaded.encode(prompts[0])), RESPONSE_TOKENS)
@@ -130,7 +130,7 @@ def test_each_token_attends_to_those_before_it_and_to_itself():
     )
 
 
-# A model of one matrix of 100 weights besides an embedding of 10 x 4, which is the head, too; without attention.
+# A model without attention: a matrix of 100 weights, and an embedding of 10 x 4 that is also the head.
 SMALL = memory.ModelFacts(
     SimpleNamespace(
         get_text_config=lambda: SimpleNamespace(vocab_size=10, hidden_size=4, tie_word_embeddings=True),
@@ -143,7 +143,7 @@ SMALL = memory.ModelFacts(
 
 @pytest.fixture
 def small(monkeypatch):
-    """Facts about SMALL that its configuration does not tell."""
+    """Patch in facts about SMALL that its configuration does not contain."""
     monkeypatch.setattr(memory, "explain_unknown_memory", lambda _: "no attention")
     monkeypatch.setattr(memory, "predict_fallback_reason", lambda *_: "")
 
@@ -182,14 +182,14 @@ PROBE = 2 * FORWARD / 8  # before and after the update
         ),
     ],
 )
-def test_stages_by_hand(small, arguments, dead, scoring, update):
+def test_stage_estimates_match_hand_computation(small, arguments, dead, scoring, update):
     times = TimeModel(settings(*STEP, *arguments), SMALL, NO_READING, NO_READING)
     stages = times.estimate_stages(LENGTHS, dead)
     assert stages["scoring"] == pytest.approx(scoring)
     assert stages["update"] == pytest.approx(update)
 
 
-def test_logits_in_half_precision_are_computed_again_from_where_they_were_not_kept(small):
+def test_half_precision_logits_are_recomputed_unless_kept(small):
     cfg = replace(settings(*STEP), policy=replace(settings().policy, dtype="bfloat16"))
     times = TimeModel(cfg, SMALL, NO_READING, NO_READING)
     assert times.estimate_stages(LENGTHS)["update"] == pytest.approx(PROBE + 3 * FORWARD), "all 40 are kept"
@@ -207,14 +207,14 @@ def test_a_decode_step_takes_the_longer_of_reading_and_computing(small):
     assert TimeModel(cfg, SMALL, NO_READING, NO_READING, 2).estimate_round(LENGTHS) == pytest.approx(
         computing.estimate_round(LENGTHS) / 2
     )
-    # An evaluation of five prompts: a greedy answer of each, then two samples.
+    # An evaluation of five prompts: one greedy answer to each, then two samples.
     evaluation = TimeModel(
         replace(cfg, evaluate=replace(cfg.evaluate, k=2)), SMALL, NO_READING, NO_READING, evaluated=5
     )
     assert evaluation.estimate_evaluation(LENGTHS) == pytest.approx(2 * (600 + 80) * 5 + (5 + 10) * 4 * 280)
 
 
-def test_the_optimizer_reads_and_writes(small):
+def test_optimizer_time_counts_reads_and_writes(small):
     times = TimeModel(settings(*STEP, "--algorithm.minibatches", "2"), SMALL, Speed(1e30, 1.0), NO_READING)
     assert times.estimate_stages(LENGTHS)["update"] == pytest.approx(2 * 32 * 140)
 
@@ -238,8 +238,8 @@ def test_dynamic_sampling_samples_until_groups_differ(small):
 
 @pytest.mark.parametrize("minutes", [0.0, 3.0])
 @pytest.mark.parametrize("done", [0, 4, 7])
-def test_what_is_left_is_what_a_run_does(minutes, done):
-    """A run ends after its last step, or the step in which its minutes are used up."""
+def test_remaining_work_matches_a_simulated_run(minutes, done):
+    """A run ends after its last step, or after the step in which its minutes are used up."""
     for steps, evaluate, save in itertools.product((7, 12), (0, 3, 4), (0, 2, 5)):
         cfg = settings("--algorithm.steps", str(steps), "--algorithm.minutes", str(minutes))
         cfg = replace(
@@ -258,7 +258,7 @@ def test_what_is_left_is_what_a_run_does(minutes, done):
         assert count_remaining(cfg, 25.0, done, 25.0 * done) == Remaining(taken, evaluations, saves)
 
 
-def test_a_sentence_by_hand():
+def test_format_run_time_writes_the_expected_sentences():
     times = RunTimes({"sampling": 33.0, "scoring": 1.0, "update": 62.0}, 96.0, 180.0, 2.0)
     assert format_run_time(times, Remaining(60, 4, 3), 60) == (
         "about 1 h 48 min, mostly update (57%): 60 steps of 96 s (update 62 s, sampling 33 s), 4 evaluations of 3 min"
@@ -289,7 +289,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_by_hand(small, monkeypatch, plan):
+def test_planned_time_matches_hand_computation(small, monkeypatch, plan):
     """A step samples for 10,320 seconds and updates for 38,300; an evaluation takes 9,000.
 
     One evaluation and the samples of a step come before the first step.
@@ -316,7 +316,7 @@ def record(step, **seconds):
     }
 
 
-def test_recorded_steps_count_but_the_first_and_the_old(small):
+def test_measured_time_ignores_the_first_and_old_steps(small):
     cfg = settings(*STEP, "--algorithm.steps", "100", "--evaluate.every", "0", "--checkpoint.every", "0")
     steps = [record(1, generate=500.0, reward=50.0, update=450.0)]
     assert describe_measured_time(cfg, SMALL, steps, 0.0, 0).startswith(
@@ -333,12 +333,12 @@ def test_recorded_steps_count_but_the_first_and_the_old(small):
     assert describe_measured_time(replace(cfg, algorithm=replace(cfg.algorithm, steps=49)), SMALL, steps, 0.0, 0) == ""
 
 
-def test_an_evaluation_that_was_not_measured_follows_from_sampling(small, monkeypatch):
+def test_unmeasured_evaluation_time_is_derived_from_sampling(small, monkeypatch):
     monkeypatch.setattr(time_estimate, "measure_speed", lambda *_: NO_READING)
     cfg = settings(*STEP, "--algorithm.steps", "3", "--evaluate.k", "0")
     facts = SMALL._replace(prompt_tokens=3)
     steps = [record(2, generate=4.0, reward=1.0, update=5.0)]
-    # Five prompts are 5 (600 + 80) operations of prefill, and 5 * 4 * 280 of decode steps; a step has 10,320.
+    # Five prompts take 5 (600 + 80) operations of prefill, and 5 * 4 * 280 of decode steps; a step takes 10,320.
     expected = 5.0 * (5 * 680 + 5600) / 10320
     assert f"1 evaluation of {expected:.1f} s" in describe_measured_time(cfg, facts, steps, 10.0, 5)
     assert "1 evaluation of 7 s" in describe_measured_time(cfg, facts, steps, 10.0, 5, evaluation_seconds=7.0)
@@ -375,7 +375,7 @@ STAGES = {"time/generate": 20.0, "time/reward": 4.0, "time/score": 6.0, "time/up
 
 @pytest.fixture
 def patched_clock(monkeypatch):
-    """Steps take a minute, evaluations, checkpoints and samples ten seconds, and the device is very fast."""
+    """Make steps take a minute, evaluations, checkpoints and samples ten seconds, and the device very fast."""
     ticks = itertools.count(0.0, 10.0)
     monkeypatch.setattr(StageClock, "get_times", lambda _: dict(STAGES))
     monkeypatch.setattr(run, "perf_counter", lambda: next(ticks))
@@ -386,7 +386,7 @@ def list_times(printed):
     return [line.removeprefix("time      ") for line in printed.splitlines() if line.startswith("time  ")]
 
 
-def test_a_run_says_how_long_it_takes_before_it_starts_and_after_three_steps(recipe, tmp_path, capsys, patched_clock):
+def test_run_prints_its_time_before_step_1_and_after_step_3(recipe, tmp_path, capsys, patched_clock):
     assert train(recipe, "--run", tmp_path / "run", "--algorithm.steps", "4") == 0
     assert list_times(capsys.readouterr().out) == [
         "about 60 s, mostly sampling and rewards (67%): 4 steps of 10 s (sampling and rewards 10 s), 2 evaluations of"
@@ -397,7 +397,7 @@ def test_a_run_says_how_long_it_takes_before_it_starts_and_after_three_steps(rec
 
 
 @pytest.mark.slow
-def test_a_resumed_run_says_how_long_it_takes_by_its_recorded_steps(recipe, tmp_path, capsys, patched_clock):
+def test_resumed_run_estimates_its_time_from_recorded_steps(recipe, tmp_path, capsys, patched_clock):
     assert train(recipe, "--run", tmp_path / "run", "--algorithm.steps", "2") == 0
     assert len(list_times(capsys.readouterr().out)) == 1, "there is no third step"
     changes = ["--algorithm.steps", "9", "--algorithm.minutes", "4.5", "--evaluate.every", "0"]
@@ -411,14 +411,14 @@ def test_a_resumed_run_says_how_long_it_takes_by_its_recorded_steps(recipe, tmp_
 
 
 @pytest.mark.slow
-def test_of_two_processes_the_main_one_prints(recipe, tmp_path):
+def test_only_the_main_process_prints_time_estimates(recipe, tmp_path):
     finished = in_two_processes("-m", "pellucid", "train", str(recipe), "--run", str(tmp_path / "run"))
     first, third = list_times(finished.stdout)
     assert first.endswith("; sampling is measured, the rest estimated")
     assert "3 steps of" in third
 
 
-def test_a_dry_run_estimates_from_a_measured_product(recipe, capsys):
+def test_dry_run_estimates_time_from_a_measured_matrix_product(recipe, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", str(recipe), "--dry-run"])
     assert ended.value.code == 0
@@ -429,7 +429,7 @@ def test_a_dry_run_estimates_from_a_measured_product(recipe, capsys):
     assert "as if every completion had sampler.max_tokens = 10 tokens, no group were dead" in printed
 
 
-def test_both_speeds_are_those_of_this_machine():
+def test_measured_speeds_are_plausible():
     speed = time_estimate.measure_speed(torch.float32, torch.device("cpu"))
     assert 1e9 < speed.flops < 1e14
     assert 1e8 < speed.bytes < 1e13

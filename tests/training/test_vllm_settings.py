@@ -1,4 +1,4 @@
-"""What the vLLM sampler cannot do is refused before anything is sampled, in a line that names the mend."""
+"""Tests that unsupported settings of the vLLM sampler are refused before sampling, in one line that names the fix."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_settings_reach_the_sampler():
     assert isinstance(pick_sampler(config.load_config(None), DECODED, None), NativeSampler)
 
 
-def test_an_adapter_by_itself_is_refused_where_there_is_none():
+def test_adapter_requests_are_refused_without_lora_or_vllm():
     with pytest.raises(UserError, match=r"give policy\.lora"):
         check_settings(settings_of("--sampler.adapter", "request"))
     with pytest.raises(UserError, match='adapter = "request" is for name = "vllm", not "native"'):
         config.load_config(None, ["--sampler.adapter", "request", "--policy.lora", "4"])
 
 
-def test_a_step_ahead_is_refused_where_it_cannot_be_right():
+def test_sampling_ahead_is_refused_without_vllm_or_a_correction():
     for words, says in (
         (["--sampler.name", "native", "--sampler.ahead", "1"], 'weights of its own: set sampler.name = "vllm"'),
         (["--sampler.ahead", "1", "--algorithm.correction", "none"], 'set algorithm.correction, such as "token"'),
@@ -64,26 +64,26 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
         (["--evaluate.top-p", "0.9"], "top_k, top_p and min_p"),
     ],
 )
-def test_what_it_cannot_do_is_refused(words, says):
+def test_unsupported_settings_are_refused_for_vllm(words, says):
     with pytest.raises(UserError, match=says) as raised:
         check_settings(settings_of(*words))
     assert "\n" not in str(raised.value)
     check_settings(replace(settings_of(*words), sampler=config.load_config(None).sampler))
 
 
-def test_several_processes_sample_each_with_its_engine_or_with_servers(monkeypatch):
+def test_several_processes_may_use_their_own_engines_or_servers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_settings(settings_of())
     for engine in ("ddp", "fsdp2", "deepspeed"):
         check_settings(settings_of("--runtime.engine", engine, "--sampler.urls", "http://localhost:1"))
 
 
-def test_a_missing_library_is_found_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_missing_vllm_is_reported_before_anything_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="make vllm"):
         preflight.run_preflight_checks(settings_of(), tmp_path)
 
 
-def test_a_cache_without_room_is_refused():
+def test_cache_size_of_zero_is_refused():
     with pytest.raises(UserError, match=r"sampler.cache_gb: Input should be greater than 0"):
         settings_of("--sampler.cache-gb", "0")

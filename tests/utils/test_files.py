@@ -1,4 +1,4 @@
-"""A bounded log keeps what other processes append while it is cut."""
+"""Tests of bounded logs, which keep lines that other processes append during a cut, and of lock files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LateWriter(io.BufferedRandom):
         return size
 
 
-def test_what_comes_while_the_end_is_cut_off_is_kept(tmp_path, monkeypatch):
+def test_lines_appended_during_a_cut_are_kept(tmp_path, monkeypatch):
     path = tmp_path / "rewards.log"
     path.write_bytes(b"line\n" * 400)
     opened = Path.open
@@ -43,7 +43,7 @@ def test_what_comes_while_the_end_is_cut_off_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "who knows"])
-def test_a_lock_file_of_another_program_is_no_obstacle(tmp_path, content):
+def test_lock_file_without_a_process_id_names_another_process(tmp_path, content):
     from pellucid.utils.files import describe_lock_holder  # noqa: PLC0415
 
     path = tmp_path / ".lock"

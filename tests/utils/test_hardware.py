@@ -1,4 +1,4 @@
-"""Measuring leaves the process as it was; memory that others use, or that a control group forbids, is not available."""
+"""Tests of the matrix product benchmark, and of available memory under the limits of control groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pellucid.utils import hardware
 from pellucid.utils.hardware import iterate_cgroup_memory, measure_matmul_tflops
 
 
-def test_a_dtype_that_cannot_be_multiplied_leaves_the_threads(monkeypatch):
+def test_failed_measurement_restores_the_thread_count(monkeypatch):
     def refused(*_):
         raise RuntimeError("not implemented for 'Half'")
 
@@ -34,7 +34,7 @@ def control_group(folder, version, limit, used, cached=0):
 
 
 @pytest.mark.parametrize("version", FILES)
-def test_limits_of_a_control_group_and_of_those_around_it_are_found(version, tmp_path):
+def test_memory_limits_of_a_control_group_and_its_parents_are_found(version, tmp_path):
     root, membership = tmp_path / "root", tmp_path / "cgroup"
     mount = root if version == "v2" else root / "memory"
     membership.write_text("0::/a/b\n" if version == "v2" else "5:cpu:/c\n4:memory:/a/b\n0::/a/b\n")
@@ -48,7 +48,8 @@ def test_limits_of_a_control_group_and_of_those_around_it_are_found(version, tmp
         assert sorted(iterate_cgroup_memory(root, membership)) == [(80, 10), (100, 70)]
 
 
-def test_in_a_container_the_group_of_the_host_is_not_mounted(tmp_path):
+def test_unmounted_control_group_falls_back_to_the_root(tmp_path):
+    """In a container, the group of the host is not mounted."""
     membership = tmp_path / "cgroup"
     membership.write_text("0::/docker/1234\n")
     control_group(tmp_path / "root", "v2", 60, 20, cached=5)
@@ -56,7 +57,7 @@ def test_in_a_container_the_group_of_the_host_is_not_mounted(tmp_path):
     assert list(iterate_cgroup_memory(tmp_path / "root", tmp_path / "none")) == []
 
 
-def test_what_is_available_is_what_others_leave_and_is_shared_by_the_processes_of_a_run(monkeypatch):
+def test_available_memory_respects_limits_and_is_shared_by_processes(monkeypatch):
     cpu, own = torch.device("cpu"), hardware.get_resident_gb()
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     free = hardware.psutil.virtual_memory().available / 1e9

@@ -1,4 +1,4 @@
-"""What a model says is shown by a terminal, and not obeyed."""
+"""Tests that the terminal output escapes control characters in text from models, rewards and data."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def group(text, error="", answer=""):
 
 
 @pytest.mark.slow
-def test_every_character_that_a_terminal_acts_on_is_named():
+def test_control_characters_and_no_others_are_escaped():
     everything = "".join(map(chr, range(sys.maxunicode + 1)))
     assert not FORBIDDEN & set(escape_controls(everything))
     kept = set(everything) - FORBIDDEN
     assert set(escape_controls("".join(sorted(kept)))) == kept, "and no other is touched"
 
 
-def test_what_is_shown_says_what_was_there():
+def test_escapes_show_the_original_characters():
     assert escape_controls("\x1b[31mred\0\u202e\ud83d") == r"\x1b[31mred\x00\u202e\ud83d"
     assert escape_controls("two\n\tlines, é, 漢字, 👩‍🔬, بيلوسيد") == "two\n\tlines, é, 漢字, 👩‍🔬, بيلوسيد"
 
 
-def test_a_verdict_obeys_nothing(hostile, capsys):
+def test_verdict_table_escapes_control_characters(hostile, capsys):
     for shown in (group(hostile, answer=hostile), group(f"<think>{hostile}</think> {hostile}", error=hostile)):
         rich.print(make_verdict_table(shown))
     said = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_a_verdict_obeys_nothing(hostile, capsys):
     assert not FORBIDDEN & set(said)
 
 
-def test_the_first_exchange_obeys_nothing(hostile, capsys, monkeypatch):
+def test_first_completion_escapes_control_characters(hostile, capsys, monkeypatch):
     policy = make_policy()
     monkeypatch.setattr(type(policy), "decode", lambda *_, **__: hostile)
     show_first_completion(policy, group("", error=hostile, answer=hostile))
@@ -81,7 +81,7 @@ def test_the_first_exchange_obeys_nothing(hostile, capsys, monkeypatch):
     assert not FORBIDDEN & set(said)
 
 
-def test_the_error_of_a_reward_obeys_nothing(hostile, capsys):
+def test_reward_errors_escape_control_characters(hostile, capsys):
     groups = [group("", error=f"ValueError: {hostile}")]
     assert not FORBIDDEN & set(find_first_error(groups))
     PlainLogger(3).log(1, {"reward/failed": 1.0}, groups)
@@ -97,7 +97,7 @@ def test_the_error_of_a_reward_obeys_nothing(hostile, capsys):
     assert not FORBIDDEN & set(paper.file.getvalue())
 
 
-def test_a_mistake_that_quotes_data_obeys_nothing(hostile, capsys, monkeypatch):
+def test_user_errors_escape_control_characters(hostile, capsys, monkeypatch):
     def fail(*_):
         raise UserError(f'line 1: the answer "{hostile}"')
 

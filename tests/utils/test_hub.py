@@ -1,4 +1,4 @@
-"""The Hub, asked for nothing where it is not there."""
+"""Tests that Pellucid falls back to cached files when the Hugging Face Hub is unreachable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMIT = "a" * 40
 
 @pytest.fixture
 def listening():
-    """A socket that would hear whoever asks."""
+    """Yield a listening socket that notices every connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         yield server
@@ -30,7 +30,7 @@ def listening():
 
 @pytest.fixture
 def look(listening, monkeypatch):
-    """As if for the first time in this process."""
+    """Return `check_hub_online` without a cached answer, for a Hub at the listening socket."""
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "https_proxy", "all_proxy"):
@@ -48,7 +48,7 @@ def was_asked(server):
     return True
 
 
-def test_one_that_is_there_is_asked_once(look, listening, capsys):
+def test_reachable_hub_is_contacted_once(look, listening, capsys):
     assert look()
     assert look()
     assert was_asked(listening)
@@ -58,20 +58,20 @@ def test_one_that_is_there_is_asked_once(look, listening, capsys):
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "ALL_PROXY"])
-def test_behind_a_proxy_nobody_can_know(look, listening, monkeypatch, name):
+def test_hub_behind_a_proxy_is_assumed_to_be_reachable(look, listening, monkeypatch, name):
     monkeypatch.setenv(name, "http://proxy.example:3128")
     assert look()
     assert not was_asked(listening)
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_who_does_without_it_connects_with_nobody(look, listening, monkeypatch):
+def test_offline_mode_makes_no_connection(look, listening, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert not look()
     assert not was_asked(listening)
 
 
-def test_where_it_is_not_there_what_is_cached_is_loaded(look, listening, capsys, monkeypatch, tmp_path):
+def test_cached_models_load_when_the_hub_is_unreachable(look, listening, capsys, monkeypatch, tmp_path):
     listening.close()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--some--tiny"
@@ -91,7 +91,7 @@ def test_where_it_is_not_there_what_is_cached_is_loaded(look, listening, capsys,
     )
 
 
-def test_nor_is_it_asked_for_data(look, listening, monkeypatch):
+def test_hub_datasets_are_refused_when_the_hub_is_unreachable(look, listening, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     listening.close()
     with pytest.raises(UserError, match=r'"some/data" is not a local file .* the Hugging Face Hub cannot be reached'):

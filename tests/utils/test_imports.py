@@ -1,4 +1,4 @@
-"""The garbage collector rests while torch is imported, and only then."""
+"""Tests that the garbage collector pauses while torch is imported, and only then."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pellucid.utils.plugins import pause_garbage_collection
 
 @pytest.fixture
 def without_torch(monkeypatch):
-    """As a process begins, but for what the suite has frozen itself."""
+    """Hide torch, as at the start of a process. Objects that the test suite has frozen stay frozen."""
     monkeypatch.delitem(sys.modules, "torch")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
-def test_nothing_is_looked_for_in_the_first_import_nor_in_what_it_brought_later_on():
+def test_collector_pauses_during_the_import_and_freezes_its_objects():
     before = gc.get_freeze_count()
     with pause_garbage_collection():
         assert not gc.isenabled()
@@ -30,14 +30,14 @@ def test_nothing_is_looked_for_in_the_first_import_nor_in_what_it_brought_later_
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_an_import_that_fails_leaves_the_collector_at_work():
+def test_failed_import_reenables_the_collector():
     with pytest.raises(ImportError), pause_garbage_collection():
         raise ImportError
     assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_collector_that_is_switched_off_stays_so():
+def test_disabled_collector_stays_disabled():
     gc.disable()
     try:
         with pause_garbage_collection():
@@ -47,7 +47,7 @@ def test_a_collector_that_is_switched_off_stays_so():
         gc.enable()
 
 
-def test_the_heap_of_a_program_that_has_torch_is_its_own():
+def test_collector_keeps_running_if_torch_is_already_imported():
     with pause_garbage_collection():
         assert gc.isenabled()
         brought: list[object] = []

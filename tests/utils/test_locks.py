@@ -1,4 +1,4 @@
-"""One process at a time; what holds a lock is named, and a dead holder holds nothing."""
+"""Tests of file locks: errors name the process that holds a lock, and its death releases the lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOLD = "import sys; from pathlib import Path; from pellucid.utils.files import h
 HOLD += "with hold_lock(Path(sys.argv[1]), 'reads'): print('held', flush=True); sys.stdin.read()"
 
 
-def test_another_process_is_named_until_it_is_dead(tmp_path):
+def test_lock_error_names_the_holder_until_it_dies(tmp_path):
     path = tmp_path / ".lock"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Requests to stop."""
+"""Tests of requests to stop by signals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pellucid.utils.signals import StopRequests
 
 
 class Late(StopRequests):
-    """A request comes while it is asked whether one has come."""
+    """Receives a request during the check for requests."""
 
     came = False
 
@@ -22,14 +22,14 @@ class Late(StopRequests):
         return found
 
 
-def test_a_request_that_comes_at_the_threshold_is_served_at_once():
+def test_request_during_the_check_interrupts_immediately():
     requests = Late()
     with pytest.raises(KeyboardInterrupt), requests.interrupt_immediately():
         pytest.fail("the block has begun")
     assert not requests.is_immediate
 
 
-def test_an_earlier_request_is_served_at_once():
+def test_earlier_request_interrupts_immediately():
     requests = StopRequests([signal.SIGINT])
     with pytest.raises(KeyboardInterrupt), requests.interrupt_immediately():
         pytest.fail("the block has begun")

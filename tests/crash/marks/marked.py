@@ -1,4 +1,4 @@
-"""`marked.py COMMAND ...`: the command line, in a process forked from one that has imported it without its marks."""
+"""Run `marked.py COMMAND ...`: the command line with marks, in a process forked from one that imported it without."""
 
 import runpy
 import sys

@@ -1,5 +1,8 @@
-"""Python imports this at its start where PYTHONPATH names its folder: a run then writes down when it enters and leaves
-each of its stages, as lines "PID RANK + STAGE" and "PID RANK - STAGE", into the pipe that PELLUCID_MARKS names."""
+"""Report the stages of a run.
+
+Python imports this file at startup if its folder is in PYTHONPATH. The run then writes a line to the pipe
+PELLUCID_MARKS whenever it enters or leaves a stage: "PID RANK + STAGE" or "PID RANK - STAGE".
+"""
 
 import functools
 import os
@@ -22,7 +25,7 @@ STAGES = {
 
 
 class Marking(MetaPathFinder):
-    """Finds the modules above as they are, and has their functions marked once they are there."""
+    """Find the modules above as usual, and mark their functions after import."""
 
     def __init__(self, pipe):
         self.pipe = pipe
