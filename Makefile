@@ -123,7 +123,7 @@ LLAMA := .venv-llama/llama_cpp_python-0.3.36/vendor/llama.cpp
 	touch $@
 
 deepspeed: .venv-deepspeed/ready
-	.venv-deepspeed/bin/python -m pytest -q -m "deepspeed" tests/distributed tests/crash $(ARGS)
+	.venv-deepspeed/bin/python -m pytest -q -m "deepspeed" tests/distributed tests/crash tests/training/test_best_model.py $(ARGS)
 
 .venv-deepspeed/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-deepspeed

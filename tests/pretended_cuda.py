@@ -139,7 +139,23 @@ class TritonLaunch:
         return f"{self.name}, {self.run.keywords}"
 
 
-# ---------------------------------------------------------------- operators that only CUDA has
+# ---------------------------------------------------------------- operators with a function of their own
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def round_once(product):
+    """Return a product that computes half precision in float32, like a GPU, and rounds the result. A CPU without
+    instructions for half precision takes minutes for a large product.
+    """
+
+    def compute(*factors, **settings):
+        dtype = factors[0].dtype
+        if dtype not in HALF_PRECISION:
+            return product(*factors, **settings)
+        return product(*(x.float() for x in factors), **settings).to(dtype)
+
+    return compute
 
 
 def multiply(x, y, dtype):
@@ -189,7 +205,7 @@ def attend_backward(
 
 def check_attention(query, key, value, query_offsets, key_offsets, dropout):
     """Raise an error for arguments that the kernel refuses."""
-    if query.dtype not in (torch.float16, torch.bfloat16):
+    if query.dtype not in HALF_PRECISION:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if query.shape[2] % 8 or query.shape[2] > 256 or query.shape[1] % key.shape[1]:
         raise RuntimeError("FlashAttention does not support such heads")
@@ -226,6 +242,10 @@ def repeat_heads(x, query):
 
 
 BY_HAND = {
+    **{
+        op: round_once(op)
+        for op in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
+    },
     torch.ops.aten.mm.dtype: multiply,
     torch.ops.aten.addmm.dtype: add_product,
     torch.ops.aten.addmm.dtype_out: add_product,

@@ -30,6 +30,7 @@ from pellucid.rollout.hf import HuggingFaceSampler
 from pellucid.rollout.native import NativeSampler
 from pellucid.serve import api
 from pellucid.serve.engine import GenerationRequest
+from pellucid.training import time_estimate
 from pellucid.utils import hardware
 from runs import at_home
 from simulated_device import (
@@ -138,6 +139,8 @@ def one_way(monkeypatch):
     monkeypatch.setattr(
         NativeSampler, "_count_steps_per_check", lambda self: native.TOKENS_PER_EOS_CHECK
     )  # the rounding of products depends on the number of rows
+    # The products that measure a GPU take minutes on a CPU without instructions for half precision.
+    monkeypatch.setattr(time_estimate, "measure_speed", lambda *_: time_estimate.Speed(1e12, 1e11))
     at_home(monkeypatch)
     monkeypatch.setenv(hardware.CUBLAS_WORKSPACE_VARIABLE, hardware.DETERMINISTIC_WORKSPACES[0])
     with sdpa_kernel(SDPBackend.MATH):

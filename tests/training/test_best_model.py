@@ -270,15 +270,28 @@ def test_best_model_is_evaluated_and_served_with_the_task_of_its_run(recipe, tmp
         assert all(torch.equal(policy.weights()[name], x) for name, x in weights(run_dir, "model-best").items())
 
 
+SHARDED = [
+    ["fsdp2"],
+    *(pytest.param(["deepspeed", "--runtime.zero-stage", stage], marks=pytest.mark.deepspeed) for stage in (2, 3)),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--policy.lora", 2]], ids=["whole weights", "adapter"])
-def test_two_sharded_processes_keep_the_same_best_model_as_one(recipe, tmp_path, settings):
+@pytest.mark.parametrize("engine", SHARDED, ids=["fsdp2", "ZeRO-2", "ZeRO-3"])
+def test_two_sharded_processes_keep_the_same_best_model_as_one(
+    recipe, tmp_path, engine, settings, monkeypatch, tmp_path_factory
+):
     """Saving the best model changes no bit of the training."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", "1")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))
     settings = [*ALL, *settings, "--optimizer.lr", "3e-3", "--algorithm.steps", 8, "--checkpoint.every", 0]
+    sharded = [*settings, "--runtime.engine", *engine]
     runs = {name: tmp_path / name for name in ("one", "two", "without")}
     assert train(recipe, "--run", runs["one"], *settings) == 0
-    launch(2, recipe, "--run", runs["two"], *settings, "--runtime.engine", "fsdp2")
-    launch(2, recipe, "--run", runs["without"], *settings, "--runtime.engine", "fsdp2", "--checkpoint.no-keep-best")
+    launch(2, recipe, "--run", runs["two"], *sharded)
+    launch(2, recipe, "--run", runs["without"], *sharded, "--checkpoint.no-keep-best")
     step = best(runs["one"])["step"]
     assert 0 < step < 8, "saved in the middle of training"
     assert best(runs["two"]) == pytest.approx(best(runs["one"]))
