@@ -288,15 +288,17 @@ def test_other_dtypes_report_no_scale(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("speed", "said"), [(0.02, True), (1.1, False)])
-def test_cpu_with_slow_fp16_prints_a_warning(recipe, tmp_path, capsys, monkeypatch, speed, said):
-    """A CPU without fp16 products of its own takes fifty times as long."""
-    speeds = {torch.float32: 1.0, torch.float16: speed}
-    monkeypatch.setattr(hardware, "measure_matmul_tflops", lambda dtype, **_: speeds[dtype])
-    settings = ["--policy.dtype", "float16", "--evaluate.every", 0, "--algorithm.steps", 1]
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("speed", "said"), [(0.02, True), (0.9, False), (1.1, False)])
+def test_cpu_with_slow_half_precision_prints_a_warning(recipe, tmp_path, capsys, monkeypatch, speed, said, dtype):
+    """A CPU without instructions for half precision takes fifty times as long."""
+    speeds = {torch.float32: 1.0, getattr(torch, dtype): speed}
+    monkeypatch.setattr(hardware, "measure_matmul_tflops", lambda measured, **_: speeds[measured])
+    settings = ["--policy.dtype", dtype, "--evaluate.every", 0, "--algorithm.steps", 1]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
-    assert ("! this CPU multiplies 50 times as fast in fp32" in capsys.readouterr().out) == said
-    assert hardware.describe_slow_float16(torch.device("cuda")) == ""
+    warning = f"! this CPU multiplies 50 times as fast in float32 as in {dtype}: set"
+    assert (warning in capsys.readouterr().out) == said
+    assert hardware.describe_slow_dtype(dtype, torch.device("cuda")) == ""
 
 
 @pytest.mark.slow

@@ -276,9 +276,9 @@ def show_plan(
     for name, value in rows.items():
         table.add_row(f"[dim]{name}", escape(escape_controls(value)))
     rich.print(table)
-    slow = {"float32": hardware.describe_missing_bf16, "float16": hardware.describe_slow_float16}.get(cfg.policy.dtype)
+    slow_note = hardware.describe_slow_dtype(cfg.policy.dtype, device)
     correction_note = _OTHER_ARITHMETIC_NOTE.format(cfg.sampler.name, a.correction) if cfg.sampler.uses_engine else ""
-    print_notes(slow(device) if slow else "", correction_note, *find_inert_settings(a))
+    print_notes(slow_note, correction_note, *find_inert_settings(a))
 
 
 def _describe_memory(cfg: Config, model: memory.ModelFacts, world_size: int) -> str:

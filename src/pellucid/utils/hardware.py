@@ -28,6 +28,8 @@ CUBLAS_WORKSPACE_VARIABLE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG",
 
 _TRIM_RATIO = 1.03
 """Free memory is returned to the system when the resident size is this many times what a step needs."""
+_SLOW_TIMES = 1.5
+"""A CPU counts as slow in a dtype if it multiplies this many times as fast in fp32. Less may be noise."""
 _GEMM_CACHE_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """How many matrix product shapes oneDNN and torch's bridge to it cache, 1024 each by default. Every step has new
 shapes: entries of older ones are never reused, and fragment the heap."""
@@ -69,14 +71,18 @@ def describe_missing_bf16(device: torch.device) -> str:
     return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, if its range suffices'
 
 
-def describe_slow_float16(device: torch.device) -> str:
-    """Return a hint for a CPU on which fp16 is slower than fp32; empty for other devices."""
+def describe_slow_dtype(name: str, device: torch.device) -> str:
+    """Return a hint if a device computes faster in another dtype than in the one of this name, else ""."""
+    if name == "float32":
+        return describe_missing_bf16(device)
     if device.type != "cpu":
         return ""
-    times = measure_matmul_tflops(torch.float32, repeats=2) / measure_matmul_tflops(torch.float16, repeats=2)
-    if times <= 1:
+    speed = measure_matmul_tflops(getattr(torch, name), repeats=2)
+    times = measure_matmul_tflops(torch.float32, repeats=2) / speed
+    if times < _SLOW_TIMES:
         return ""
-    return f'this CPU multiplies {times:.0f} times as fast in fp32 as in fp16: set policy.dtype = "float32", or "auto"'
+    advice = 'set policy.dtype = "float32", or "auto"'
+    return f"this CPU multiplies {times:.0f} times as fast in float32 as in {name}: {advice}"
 
 
 def check_float16(device: torch.device) -> None:
