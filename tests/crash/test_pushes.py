@@ -149,15 +149,8 @@ def test_server_killed_during_a_push_comes_back_without_loss(engine, pair, recip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "rank", "ahead"),
-    [
-        ("ddp", 0, 0),
-        ("fsdp2", 1, 0),
-        ("fsdp2", 0, 1),
-        *(pytest.param("deepspeed/3", *case, marks=pytest.mark.deepspeed) for case in ((0, 0), (1, 0), (0, 1))),
-    ],
-)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("rank", "ahead"), [(0, 0), (1, 0), (0, 1)])
 def test_rank_killed_during_a_push_ends_the_others_and_the_run_can_be_resumed(
     rank, ahead, engine, pair, recipe, tmp_path, whole
 ):
