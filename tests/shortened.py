@@ -43,7 +43,8 @@ def main() -> None:
         if "--resume" not in words:
             words += [f"--algorithm.steps={STEPS}", "--evaluate.n=2", "--evaluate.k=0", "--evaluate.samples=0"]
             flags = {f"--algorithm.{name.replace('_', '-')}": n for name, n in GROUPS.items()}
-            words += [f"{flag}={n}" for flag, n in flags.items() if flag not in words]
+            named = {word.partition("=")[0] for word in words}
+            words += [f"{flag}={n}" for flag, n in flags.items() if flag not in named]
         elif any(word.startswith("--algorithm.steps") for word in words):
             words += [f"--algorithm.steps={STEPS + 1}"]
     os.execv(sys.executable, [sys.executable, "-m", "pellucid", *words])

@@ -36,7 +36,7 @@ CASES = [(family, targets) for family in FAMILIES for targets in TARGETS]
 def scatter(model):
     """Set all weights of an adapter to random numbers: B is 0 at first.
 
-    If they were twice as large, fp32 would round gradients by up to 2e-5 of their norm, by peft as well as by ours.
+    With numbers twice as large, fp32 rounds some gradients by more than 1e-5 of their norm, in peft as well.
     """
     torch.manual_seed(1)
     with torch.no_grad():
