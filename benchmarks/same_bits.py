@@ -135,10 +135,11 @@ def main() -> None:
             )
     arguments.output.write_text(json.dumps(digests, indent=1))
     before = json.loads(arguments.against.read_text()) if arguments.against else {}
-    for name, digest in digests.items():
-        state = "" if not before else "same" if before.get(name) == digest else "DIFFERENT"
-        print(f"{name:50} {state} {digest.get('error', '')}")
-    sys.exit(any(before.get(name) != digest for name, digest in digests.items()) if before else 0)
+    names = [name for name in sorted(before.keys() | digests.keys()) if arguments.only in name]
+    for name in names:
+        state = "" if not before else "same" if before.get(name) == digests.get(name) else "DIFFERENT"
+        print(f"{name:50} {state} {digests.get(name, {'error': 'no such recipe now'}).get('error', '')}")
+    sys.exit(any(before.get(name) != digests.get(name) for name in names) if before else 0)
 
 
 if __name__ == "__main__":

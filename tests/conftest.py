@@ -325,6 +325,20 @@ def _no_recipe_of_another_test():
     text.set_recipe_folder(None)
 
 
+@pytest.fixture(scope="module")
+def deepspeed_on_cpus(tmp_path_factory):
+    """Let DeepSpeed compute on CPUs.
+
+    It compiles its communication kernels and waits forever for a compilation that was killed halfway, so each module
+    has its own folder of extensions.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DS_ACCELERATOR", "cpu")
+        patched.setenv("DS_IGNORE_CUDA_DETECTION", "1")
+        patched.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")

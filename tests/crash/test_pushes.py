@@ -113,11 +113,7 @@ def ended(processes, seconds=120):
 ENGINES = ["ddp", "fsdp2", pytest.param("deepspeed/3", marks=pytest.mark.deepspeed)]
 
 
-@pytest.fixture(autouse=True)
-def _on_cpus(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", "1")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))
+pytestmark = pytest.mark.usefixtures("deepspeed_on_cpus")
 
 
 @pytest.fixture(scope="module")

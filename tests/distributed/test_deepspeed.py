@@ -21,18 +21,7 @@ EPS = ["--optimizer.eps", 1e-4]
 """With this eps, AdamW takes no full steps for gradients that are only rounding errors."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _on_cpus(tmp_path_factory):
-    """Run DeepSpeed on CPUs.
-
-    DeepSpeed compiles its communication kernels and waits forever for a compilation that was killed halfway, so this
-    module has its own folder of extensions.
-    """
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("DS_ACCELERATOR", "cpu")
-        patched.setenv("DS_IGNORE_CUDA_DETECTION", "1")
-        patched.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
-        yield
+pytestmark = pytest.mark.usefixtures("deepspeed_on_cpus")
 
 
 ROUGH = f"""

@@ -222,52 +222,45 @@ def test_unknown_settings_exit_with_one_line(option, complaint, model, tmp_path)
 ZERO = (*ACCELERATE, "--num_processes", "2", "--use_deepspeed", "--zero_stage")
 
 
-@pytest.fixture(scope="module")
-def no_gpu(tmp_path_factory):
-    """Return the environment that runs DeepSpeed on CPUs.
-
-    DeepSpeed compiles its communication kernels and waits forever for a compilation that was killed halfway, so each
-    module has its own folder of extensions.
-    """
-    extensions = str(tmp_path_factory.mktemp("extensions"))
-    return ("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"), ("TORCH_EXTENSIONS_DIR", extensions)
-
-
 @pytest.mark.deepspeed
+@pytest.mark.usefixtures("deepspeed_on_cpus")
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_deepspeed_trains_the_model_of_one_process(stage, model, alone, no_gpu, tmp_path):
-    same_training(launched((*ZERO, stage), model, tmp_path, 2, environment=no_gpu), tmp_path, alone)
+def test_deepspeed_trains_the_model_of_one_process(stage, model, alone, tmp_path):
+    same_training(launched((*ZERO, stage), model, tmp_path, 2), tmp_path, alone)
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_clips_the_gradient(model, no_gpu, tmp_path):
+@pytest.mark.usefixtures("deepspeed_on_cpus")
+def test_deepspeed_clips_the_gradient(model, tmp_path):
     """The limit is far below the epsilon in Adam's denominator, so the norm determines the size of a step."""
     clipped, into = ("--max_grad_norm", "1e-8"), [tmp_path / name for name in ("one", "two")]
     alone = curve(launched((), model, into[0], 1, *clipped), into[0])
     same_training(
-        launched((*ZERO, "2"), model, into[1], 2, *clipped, environment=no_gpu),
+        launched((*ZERO, "2"), model, into[1], 2, *clipped),
         into[1],
         (alone, load_file(into[0] / "model" / "model.safetensors")),
     )
 
 
 @pytest.mark.deepspeed
-def test_kl_of_equal_weights_is_zero_with_deepspeed_in_bf16(model, no_gpu, tmp_path):
+@pytest.mark.usefixtures("deepspeed_on_cpus")
+def test_kl_of_equal_weights_is_zero_with_deepspeed_in_bf16(model, tmp_path):
     how = (*ZERO[:-1], "--mixed_precision", "bf16", ZERO[-1], "2")
-    moved = curve(launched(how, model, tmp_path, 2, environment=no_gpu), tmp_path)[:, 4]
+    moved = curve(launched(how, model, tmp_path, 2), tmp_path)[:, 4]
     assert float(moved[0]) == 0.0
     assert bool((moved[1:] != 0).all())
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_on_cpus_by_accelerate_is_refused(model, no_gpu, tmp_path):
-    told = (*no_gpu, ("ACCELERATE_USE_CPU", "true"))
-    finished = launched((*ZERO, "2"), model, tmp_path, 2, environment=told)
+@pytest.mark.usefixtures("deepspeed_on_cpus")
+def test_deepspeed_on_cpus_by_accelerate_is_refused(model, tmp_path):
+    finished = launched((*ZERO, "2"), model, tmp_path, 2, environment=[("ACCELERATE_USE_CPU", "true")])
     assert finished.returncode != 0
     assert "set DS_ACCELERATOR=cpu instead" in finished.stderr
 
 
 @pytest.mark.deepspeed
+@pytest.mark.usefixtures("deepspeed_on_cpus")
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -275,7 +268,7 @@ def test_deepspeed_on_cpus_by_accelerate_is_refused(model, no_gpu, tmp_path):
         (("2", "--gradient_accumulation_steps", "2"), "--gradient_accumulation_steps must be 1"),
     ],
 )
-def test_unsupported_deepspeed_options_exit_with_one_line(options, complaint, model, no_gpu, tmp_path):
-    finished = launched((*ZERO, *options), model, tmp_path, 2, environment=no_gpu)
+def test_unsupported_deepspeed_options_exit_with_one_line(options, complaint, model, tmp_path):
+    finished = launched((*ZERO, *options), model, tmp_path, 2)
     assert finished.returncode != 0
     assert complaint in finished.stderr

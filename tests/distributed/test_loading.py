@@ -75,11 +75,9 @@ def test_shards_are_slices_of_the_fully_loaded_model(engine, processes, folders)
 
 
 @pytest.mark.deepspeed
+@pytest.mark.usefixtures("deepspeed_on_cpus")
 @pytest.mark.parametrize("processes", [2, 3])
-def test_zero_3_partitions_are_slices_of_the_fully_loaded_model(processes, folders, monkeypatch, tmp_path):
-    for name, value in {"DS_ACCELERATOR": "cpu", "DS_IGNORE_CUDA_DETECTION": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+def test_zero_3_partitions_are_slices_of_the_fully_loaded_model(processes, folders):
     cases = every_case(folders) if processes == 2 else [f"bf16={folders['several files']}", f"lora={folders['tied']}"]
     done = in_processes(processes, LOADS, "deepspeed/3", *cases)
     assert done.stdout.count("loaded") == processes

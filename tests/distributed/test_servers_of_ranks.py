@@ -85,18 +85,14 @@ def test_three_steps_equal_those_of_one_process_with_one_server(processes, engin
 
 
 @pytest.mark.deepspeed
+@pytest.mark.usefixtures("deepspeed_on_cpus")
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [(1, ["llama"]), (2, list(CASES)), (4, ["llama", "adapter, alone", "ahead"])],
     ids=["1", "2", "4"],
 )
 @pytest.mark.parametrize("stage", [2, 3])
-def test_three_steps_with_zero_equal_those_of_one_process(
-    stage, processes, cases, tmp_path, monkeypatch, tmp_path_factory
-):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", "1")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))
+def test_three_steps_with_zero_equal_those_of_one_process(stage, processes, cases, tmp_path):
     compared(processes, {f"zero{stage}": f"deepspeed/{stage}"}, cases, tmp_path)
 
 

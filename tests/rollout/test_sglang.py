@@ -244,10 +244,10 @@ def test_concurrent_pushes_of_two_runs_raise_an_error(policy, server, url):
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ([[-0.5, 10**9, None]], "a token outside of the vocabulary"),
-        ([[0.5, 3, None]], "a log-prob that is not one of a sampled token"),
+        ([[-0.5, 10**9, None]], "a token that is not a whole number"),
+        ([[0.5, 3, None]], "a log-prob that is not a number from -100 to 0"),
         ([["x", 3, None]], "log-probs that are not numbers"),
-        ([[-0.5, 3, None]], "ends at a token that is no end token of the policy, or was aborted"),
+        ([[-0.5, 3, None]], "a row that stops early without an end token"),
         ([], "a row of 0 tokens"),
         (None, "no list of log-probs"),
     ],

@@ -277,15 +277,11 @@ SHARDED = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("deepspeed_on_cpus")
 @pytest.mark.parametrize("settings", [[], ["--policy.lora", 2]], ids=["whole weights", "adapter"])
 @pytest.mark.parametrize("engine", SHARDED, ids=["fsdp2", "ZeRO-2", "ZeRO-3"])
-def test_two_sharded_processes_keep_the_same_best_model_as_one(
-    recipe, tmp_path, engine, settings, monkeypatch, tmp_path_factory
-):
+def test_two_sharded_processes_keep_the_same_best_model_as_one(recipe, tmp_path, engine, settings):
     """Saving the best model changes no bit of the training."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", "1")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.getbasetemp() / "extensions"))
     settings = [*ALL, *settings, "--optimizer.lr", "3e-3", "--algorithm.steps", 8, "--checkpoint.every", 0]
     sharded = [*settings, "--runtime.engine", *engine]
     runs = {name: tmp_path / name for name in ("one", "two", "without")}

@@ -32,13 +32,12 @@ from pellucid.rollout.server_errors import InvalidAnswerError, ServerLostError
 from pellucid.rollout.vllm import EngineAnswer
 from pellucid.rollout.vllm_client import (
     CONNECT_TIMEOUT_SECONDS,
-    MAX_LOGPROB,
-    MIN_LOGPROB,
     POLL_SECONDS,
     SECRET_VARIABLE,
     SamplerClient,
     SampleRequest,
     ServerClient,
+    check_row,
     extract_error_message,
     get_secret,
     read_answer,
@@ -253,14 +252,7 @@ class SGLangClient:
         request = {"input_ids": list(row.ids), "sampling_params": sampling, "return_logprob": True}
         answer = self._generate(request, self._get_deadline_seconds(row), row.max_tokens)
         tokens, logprobs = _split_logprobs(answer.get("output_token_logprobs"))
-        require(0 < len(tokens) <= row.max_tokens, f"a row of {len(tokens)} tokens instead of 1 to {row.max_tokens}")
-        require(all(0 <= token < self.vocabulary_size for token in tokens), "a token outside of the vocabulary")
-        require(all(MIN_LOGPROB <= x <= MAX_LOGPROB for x in logprobs), "a log-prob that is not one of a sampled token")
-        require(self.eos_ids.isdisjoint(tokens[:-1]), "a row that continues after an end token")
-        require(
-            len(tokens) == row.max_tokens or tokens[-1] in self.eos_ids,
-            "a row that ends at a token that is no end token of the policy, or was aborted",
-        )
+        check_row(tokens, logprobs, row.max_tokens, self.vocabulary_size, self.eos_ids)
         return EngineAnswer(row.number, tokens, logprobs)
 
     def _get_deadline_seconds(self, row: SampleRequest) -> float:

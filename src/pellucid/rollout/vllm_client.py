@@ -79,7 +79,7 @@ _MAX_JSON_BYTES, _MAX_TENSOR_BYTES = 2**20, 2**28
 """The maximum bytes of a JSON response without its rows, and of a response with tensors."""
 _MAX_TOKEN_JSON_BYTES = 64
 """The maximum bytes of one token and its log-prob in JSON."""
-MIN_LOGPROB, MAX_LOGPROB = -100.0, 1e-3
+_MIN_LOGPROB, _MAX_LOGPROB = -100.0, 1e-3
 """Bounds of a sampled token's log-prob. Probabilities below e^-100 are never sampled; rounding may exceed 0 nats."""
 
 
@@ -90,6 +90,19 @@ class _ServerTooSmallError(ServerLostError):
 def require(is_valid: bool, fault: str) -> None:
     if not is_valid:
         raise InvalidAnswerError(fault)
+
+
+def check_row(
+    tokens: Sequence[Any], logprobs: Sequence[Any], max_tokens: int, vocabulary_size: int, eos_ids: frozenset[int]
+) -> None:
+    """Raise InvalidAnswerError unless a row of a server is one that the policy can have sampled."""
+    require(0 < len(tokens) <= max_tokens, f"a row of {len(tokens)} tokens instead of 1 to {max_tokens}")
+    are_ids = all(type(token) is int and 0 <= token < vocabulary_size for token in tokens)
+    require(are_ids, f"a token that is not a whole number from 0 to {vocabulary_size - 1}")
+    are_logprobs = all(type(x) in (int, float) and _MIN_LOGPROB <= x <= _MAX_LOGPROB for x in logprobs)
+    require(are_logprobs, f"a log-prob that is not a number from {_MIN_LOGPROB:g} to 0")
+    require(eos_ids.isdisjoint(tokens[:-1]), "a row that continues after an end token")
+    require(len(tokens) == max_tokens or tokens[-1] in eos_ids, "a row that stops early without an end token")
 
 
 class SampleRequest(NamedTuple):
@@ -320,14 +333,7 @@ class SamplerClient:
         require(type(number) is int and number in self._requests, "a row that was not requested, or is finished")
         is_paired = isinstance(tokens, list) and isinstance(logprobs, list) and len(tokens) == len(logprobs)
         require(is_paired, "a row that does not have a log-prob for each token")
-        limit = self._requests[number].max_tokens
-        require(0 < len(tokens) <= limit, f"a row of {len(tokens)} tokens instead of 1 to {limit}")
-        are_ids = all(type(token) is int and 0 <= token < self.vocabulary_size for token in tokens)
-        require(are_ids, f"a token that is not a whole number from 0 to {self.vocabulary_size - 1}")
-        are_logprobs = all(type(x) in (int, float) and MIN_LOGPROB <= x <= MAX_LOGPROB for x in logprobs)
-        require(are_logprobs, f"a log-prob that is not a number from {MIN_LOGPROB:g} to 0")
-        require(self.eos_ids.isdisjoint(tokens[:-1]), "a row that continues after an end token")
-        require(len(tokens) == limit or tokens[-1] in self.eos_ids, "a row that stops early without an end token")
+        check_row(tokens, logprobs, self._requests[number].max_tokens, self.vocabulary_size, self.eos_ids)
         del self._requests[number]
         return EngineAnswer(number, tokens, [float(x) for x in logprobs])
 
