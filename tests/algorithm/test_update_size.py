@@ -12,7 +12,7 @@ import torch
 from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.grpo import train
-from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig, LRAdaptation
 from pellucid.algorithm.update_size import UpdateProbe, choose_probe_rows, compute_update_kl
 from pellucid.distributed.runtime import Runtime
 from pellucid.rollout.native import NativeSampler
@@ -118,17 +118,50 @@ def test_replayed_completions_are_not_scored():
     assert choose(8, 4, OneProcessRuntime(), replayed=16) == ([0, 16], [])
 
 
-def test_learning_rate_adapts_to_desired_kl():
+def adapt(cfg, kls, factor=1.0, first=1):
+    """Return the factor after each step, given how far each moves the policy at a factor of 1."""
+    adaptation, factors = LRAdaptation(factor), []
+    for update, kl in enumerate(kls, first):
+        adaptation = cfg.adapt_lr(adaptation, kl * adaptation.factor**2, update)
+        factors.append(adaptation.factor)
+    return factors
+
+
+def test_one_step_far_from_desired_kl_changes_the_learning_rate():
     cfg = AdamWConfig(desired_kl=1e-3, warmup=3)
-    assert cfg.adapt_lr_factor(1.0, 2.1e-3, 1) == pytest.approx(1 / 1.5), "in the warmup, too"
-    assert cfg.adapt_lr_factor(1.0, 1.9e-3, 9) == cfg.adapt_lr_factor(1.0, 0.6e-3, 9) == 1.0
-    assert [cfg.adapt_lr_factor(1.0, 0.4e-3, update) for update in (2, 3)] == [1.0, 1.5]
-    assert [cfg.adapt_lr_factor(0.8, kl, 9) for kl in (0.0, math.nan)] == [0.8, 0.8]
-    assert cfg.adapt_lr_factor(1.0, math.inf, 9) == pytest.approx(1 / 1.5)
-    assert (cfg.adapt_lr_factor(0.01, 1.0, 9), cfg.adapt_lr_factor(100.0, 1e-9, 9)) == (0.01, 100.0)
-    assert AdamWConfig().adapt_lr_factor(1.0, 1.0, 9) == 1.0
+    assert adapt(cfg, [2.1e-3]) == adapt(cfg, [math.inf], first=9) == [1 / 1.5]
+    assert adapt(cfg, [1.9e-3], first=9) == adapt(cfg, [0.6e-3], first=9) == [1.0]
+    assert [adapt(cfg, [0.4e-3], first=update) for update in (2, 3)] == [[1.0], [1.5]], "it rises after the warmup"
+    assert adapt(cfg, [0.0, math.nan], first=9) == [1.0, 1.0]
+    assert adapt(AdamWConfig(), [1.0]) == [1.0]
     with pytest.raises(ValueError, match='schedule = "constant"'):
         AdamWConfig(desired_kl=1e-3, schedule="cosine")
+
+
+def test_learning_rate_stays_between_its_limits():
+    cfg = AdamWConfig(desired_kl=1e-3)
+    assert min(adapt(cfg, [1e9] * 30)) == pytest.approx(0.01)
+    assert max(adapt(cfg, [1e-12] * 30)) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("kl", "changes"), [(0.05, 4), (5e-7, 9)])
+def test_learning_rate_stops_as_soon_as_steps_have_the_desired_size(kl, changes):
+    """(2 / 3)^8 and (3 / 2)^18 are the first powers by which KL comes within a factor of two of 0.001."""
+    factors = adapt(AdamWConfig(desired_kl=1e-3), [kl] * 40)
+    assert factors[changes - 1 :] == [factors[changes - 1]] * (41 - changes)
+    assert factors[changes - 1] == pytest.approx(1.5 ** (changes if kl < 1e-3 else -changes))
+
+
+def test_learning_rate_follows_the_running_mean():
+    """Steps of 4.8 times the desired size, of which each is a quarter of the mean: 1.95 times, then 2.66 times."""
+    cfg = AdamWConfig(desired_kl=1e-3)
+    assert adapt(cfg, [1e-3] * 20 + [4.8e-3, 4.8e-3])[-2:] == [1.0, 1 / 1.5]
+
+
+def test_learning_rate_does_not_drift_if_few_steps_are_large():
+    """Three steps of four hardly move the policy, and the fourth moves it by almost four times the desired KL."""
+    factors = adapt(AdamWConfig(desired_kl=1e-3), [3e-5, 3e-5, 3e-5, 3.9e-3] * 50)
+    assert max(factors[20:]) <= 1.5 * min(factors[20:]) <= 1.5**2
 
 
 @pytest.mark.slow

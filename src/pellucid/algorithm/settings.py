@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pellucid.utils.plugins import did_you_mean
 
@@ -284,6 +284,21 @@ LR_ADAPTATION = 1.5
 """The factor by which `desired_kl` changes the learning rate after a step."""
 LR_ADAPTATION_LIMIT = 100.0
 """`desired_kl` changes the learning rate by at most this factor, up or down, in all."""
+UPDATE_KL_STEPS = 4
+"""`desired_kl` is compared with a running mean over about this many steps."""
+UPDATE_KL_LIMIT = 100.0
+"""A step counts in that mean as at most this many times `desired_kl`."""
+
+
+class LRAdaptation(NamedTuple):
+    """How `desired_kl` has adapted the learning rate so far."""
+
+    factor: float = 1.0
+    """The factor of the learning rate."""
+    mean_kl: float = 0.0
+    """The running mean of how far steps move the policy at a factor of 1, in nats per token."""
+    steps: int = 0
+    """The steps in that mean, at most UPDATE_KL_STEPS."""
 
 
 @dataclass(frozen=True)
@@ -297,9 +312,9 @@ class AdamWConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate from the peak to the last step: constant, or falling to 0."""
     desired_kl: float = 0.0
-    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. After a step that moved it
-    more than twice as far, the learning rate is divided by 1.5; after one that moved it less than half as far, if the
-    warmup is over, it is multiplied by 1.5. 0: the learning rate follows its schedule alone."""
+    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. After a step, the learning
+    rate is divided by 1.5 if the last steps would have moved it more than twice as far at the present rate, on average,
+    and multiplied by 1.5 if less than half as far. 0: the learning rate follows its schedule alone."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -332,14 +347,32 @@ class AdamWConfig:
         cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
         return self.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[self.schedule]
 
-    def adapt_lr_factor(self, factor: float, update_kl: float, update: int) -> float:
-        """Return the factor of the learning rate after optimizer step `update`, counted from 1.
+    def adapt_lr(self, adaptation: LRAdaptation, update_kl: float, update: int) -> LRAdaptation:
+        """Adapt the learning rate after optimizer step `update`, counted from 1.
 
-        The rule is that of KLAdaptiveLR in TorchRL and in rsl_rl. `update_kl` of 0 is a step without gradient, which
-        says nothing about the learning rate.
+        The thresholds and the factor are those of KLAdaptiveLR in TorchRL and in rsl_rl, which compare them with one
+        step. A step on few groups whose rewards differ moves the policy a hundred times as far as another, or as
+        little. So they are compared with a running mean here. The KL of a small step is quadratic in the learning rate,
+        so that steps at other rates count as if they had been at the present one. In the warmup, when Adam's steps
+        shrink, the rate only falls, by the last step alone.
+
+        Args:
+            adaptation: Where the steps before have led to.
+            update_kl: KL(old, new) of the last step, in nats per token. 0 is a step without gradient, which says
+                nothing about the learning rate.
+            update: The number of the last optimizer step.
         """
-        if update_kl > 2 * self.desired_kl > 0:
-            return max(factor / LR_ADAPTATION, 1 / LR_ADAPTATION_LIMIT)
-        if 0 < update_kl < self.desired_kl / 2 and update >= self.warmup:
-            return min(factor * LR_ADAPTATION, LR_ADAPTATION_LIMIT)
-        return factor
+        factor, mean_kl, steps = adaptation
+        if not (self.desired_kl > 0 and update_kl > 0):
+            return adaptation
+        kl = min(update_kl, UPDATE_KL_LIMIT * self.desired_kl)
+        is_warm = update >= self.warmup
+        if is_warm:
+            steps = min(steps + 1, UPDATE_KL_STEPS)
+            mean_kl += (kl / factor**2 - mean_kl) / steps
+            kl = mean_kl * factor**2
+        if kl > 2 * self.desired_kl:
+            factor = max(factor / LR_ADAPTATION, 1 / LR_ADAPTATION_LIMIT)
+        elif kl < self.desired_kl / 2 and is_warm:
+            factor = min(factor * LR_ADAPTATION, LR_ADAPTATION_LIMIT)
+        return LRAdaptation(factor, mean_kl, steps)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.settings import LRAdaptation
 from pellucid.config import CheckpointConfig, Config
 from pellucid.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from pellucid.distributed.sharded_checkpoint import (
@@ -93,7 +94,7 @@ def save_checkpoint(run_dir: Path, cfg: Config, parts: Components) -> None:
     stateful_task = as_stateful_task(parts.task)
     facts = {
         "updates": runtime.updates,
-        "lr_factor": runtime.lr_factor,
+        "lr_adaptation": runtime.lr_adaptation,
         "seconds": parts.elapsed_seconds,
         "random": random_states,
         "replay": replay_facts,
@@ -141,7 +142,7 @@ def restore_run(run_dir: Path, parts: Components) -> list[str]:
         }
     )
     runtime.engine.load_state(facts)
-    runtime.updates, runtime.lr_factor = facts["updates"], facts["lr_factor"]
+    runtime.updates, runtime.lr_adaptation = facts["updates"], LRAdaptation(*facts["lr_adaptation"])
     if rows := facts.get("micro_batch"):
         runtime.max_micro_batch_rows = rows
         notes = [*notes, f"memory ran out earlier: at most {rows} rows in a forward pass"]
