@@ -96,8 +96,8 @@ class Runtime(Protocol):
         ...
 
     def adapt_lr(self, update_kl: float) -> None:
-        """Change the learning rate of the next steps if the last update moved the policy too far or not far enough.
+        """Change the learning rate of the next steps if updates move the policy too far or not far enough.
 
-        `update_kl` is KL(old policy, new policy) per token, in nats.
+        `update_kl` is KL(old policy, new policy) of the last update per token, in nats.
         """
         ...
