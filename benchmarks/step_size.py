@@ -49,6 +49,7 @@ def main() -> None:
             if not (run / "model").is_dir():
                 command = [sys.executable, "-m", "pellucid", "train", *JOBS[job], "--run", str(run)]
                 flags = ["--optimizer.schedule", "constant", "--evaluate.every", "5", *list_variants()[label]]
+                flags += ["--checkpoint.every", "0", "--checkpoint.no-keep_best"]  # they would take gigabytes
                 subprocess.run([*command, *flags, *overrides], check=True)
         print(f"\n{job}\n\n{make_table(runs)}", flush=True)
         pictures += draw_charts(job, runs)
