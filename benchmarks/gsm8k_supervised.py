@@ -39,8 +39,7 @@ def main() -> None:
     parser.add_argument("--solutions", type=int, default=64, help="per optimizer step")
     options, overrides = parser.parse_known_args()
     disable_progress_bar()
-    own = ["--sampler.temperature", "1", "--algorithm.objective", "reinforce"]
-    own += ["--optimizer.desired_kl", "0", "--optimizer.warmup", "5"]
+    own = ["--sampler.temperature", "1", "--optimizer.desired_kl", "0", "--algorithm.objective", "reinforce"]
     flags = [*map(str, list_data_flags()), *own, *overrides]
     settings = build_config(read_settings(RECIPE), str(RECIPE), parse_setting_flags(flags))
     cfg = resolve_config(resolve_machine_settings(settings))

@@ -284,9 +284,7 @@ def update_and_measure(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPO
     probe = UpdateProbe(rows, score_without_gradient(rows, policy, runtime, cfg).logprobs, counted)
     metrics = update_policy(policy, batch, runtime, cfg)
     update_kl = compute_update_kl(probe, score_without_gradient(rows, policy, runtime, cfg).logprobs, runtime)
-    unchanged = sum(metrics.get(name, 0.0) for name in ("idle", "skipped", "skipped/overflow"))
-    if unchanged < cfg.inner_steps:
-        runtime.adapt_lr(update_kl)
+    runtime.adapt_lr(update_kl)
     return {**metrics, "update/kl": update_kl}
 
 

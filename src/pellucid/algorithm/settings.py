@@ -280,10 +280,10 @@ class GRPOConfig:
         return self.inner_steps > 1 or self.max_staleness > 1
 
 
-LR_LIMIT = 1000.0
-"""`desired_kl` changes the learning rate by at most this factor, up or down. It begins at the lower end."""
-LR_GROWTH = 3.0
-"""`desired_kl` raises the learning rate by at most this factor per step."""
+LR_ADAPTATION = 1.5
+"""The factor by which `desired_kl` changes the learning rate after a step."""
+LR_ADAPTATION_LIMIT = 100.0
+"""`desired_kl` changes the learning rate by at most this factor, up or down, in all."""
 UPDATE_KL_STEPS = 4
 """`desired_kl` is compared with a running mean over about this many steps."""
 UPDATE_KL_LIMIT = 100.0
@@ -298,7 +298,7 @@ class LRAdaptation(NamedTuple):
     mean_kl: float = 0.0
     """The running mean of how far steps move the policy at a factor of 1, in nats per token."""
     steps: int = 0
-    """The steps in that mean, at most UPDATE_KL_STEPS; 0 as long as the learning rate only rises."""
+    """The steps in that mean, at most UPDATE_KL_STEPS."""
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,9 @@ class AdamWConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate from the peak to the last step: constant, or falling to 0."""
     desired_kl: float = 0.0
-    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. The learning rate begins at
-    a thousandth of lr, rises up to threefold per step until a step moves the policy half as far as that, and then
-    follows the mean of about four steps. 0: it follows its schedule alone."""
+    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. After a step, the learning
+    rate is divided by 1.5 if the last steps would have moved it more than twice as far at the present rate, on average,
+    and multiplied by 1.5 if less than half as far. 0: the learning rate follows its schedule alone."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -338,8 +338,6 @@ class AdamWConfig:
             raise ValueError(f"eps = {self.eps} must be positive")
         if self.desired_kl and self.schedule != "constant":
             raise ValueError('desired_kl sets the learning rate, and a schedule would lower it: schedule = "constant"')
-        if self.desired_kl and self.warmup:
-            raise ValueError("desired_kl begins with a low learning rate by itself: warmup = 0")
 
     def compute_lr(self, update: int, total: int) -> float:
         """Return the learning rate of optimizer step `update` of `total`, counted from 1; constant after `total`."""
@@ -349,32 +347,32 @@ class AdamWConfig:
         cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
         return self.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[self.schedule]
 
-    def start_lr_adaptation(self) -> LRAdaptation:
-        return LRAdaptation(1 / LR_LIMIT if self.desired_kl else 1.0)
+    def adapt_lr(self, adaptation: LRAdaptation, update_kl: float, update: int) -> LRAdaptation:
+        """Adapt the learning rate after optimizer step `update`, counted from 1.
 
-    def adapt_lr(self, adaptation: LRAdaptation, update_kl: float) -> LRAdaptation:
-        """Adapt the learning rate after a step that changed weights.
-
-        The KL of a small step is quadratic in the learning rate. So it says which rate would have moved the policy as
-        far as desired, and steps at other rates can be averaged as if they had been at the present one. Without the
-        mean, as in KLAdaptiveLR of TorchRL and rsl_rl, a rate follows chance: a step with few groups whose rewards
-        differ moves the policy a hundred times as far as the step before, or as little. The rate stays where it is
-        while the mean is between half and twice the desired KL. In the beginning, when Adam's steps shrink, there is
-        no mean: the rate rises until a step is large enough.
+        The thresholds and the factor are those of KLAdaptiveLR in TorchRL and in rsl_rl, which compare them with one
+        step. A step on few groups whose rewards differ moves the policy a hundred times as far as another, or as
+        little. So they are compared with a running mean here. The KL of a small step is quadratic in the learning rate,
+        so that steps at other rates count as if they had been at the present one. In the warmup, when Adam's steps
+        shrink, the rate only falls, by the last step alone.
 
         Args:
             adaptation: Where the steps before have led to.
-            update_kl: KL(old, new) of the step, in nats per token.
+            update_kl: KL(old, new) of the last step, in nats per token. 0 is a step without gradient, which says
+                nothing about the learning rate.
+            update: The number of the last optimizer step.
         """
-        if not (self.desired_kl > 0 and update_kl >= 0):
-            return adaptation
         factor, mean_kl, steps = adaptation
+        if not (self.desired_kl > 0 and update_kl > 0):
+            return adaptation
         kl = min(update_kl, UPDATE_KL_LIMIT * self.desired_kl)
-        if steps or kl >= self.desired_kl / 2:
+        is_warm = update >= self.warmup
+        if is_warm:
             steps = min(steps + 1, UPDATE_KL_STEPS)
             mean_kl += (kl / factor**2 - mean_kl) / steps
             kl = mean_kl * factor**2
-        if not self.desired_kl / 2 <= kl <= 2 * self.desired_kl:
-            change = min(math.sqrt(self.desired_kl / kl), LR_GROWTH) if kl else LR_GROWTH
-            factor = min(max(factor * change, 1 / LR_LIMIT), LR_LIMIT)
+        if kl > 2 * self.desired_kl:
+            factor = max(factor / LR_ADAPTATION, 1 / LR_ADAPTATION_LIMIT)
+        elif kl < self.desired_kl / 2 and is_warm:
+            factor = min(factor * LR_ADAPTATION, LR_ADAPTATION_LIMIT)
         return LRAdaptation(factor, mean_kl, steps)

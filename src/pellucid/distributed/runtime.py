@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from pellucid.algorithm.batch import Batch
-from pellucid.algorithm.settings import AdamWConfig
+from pellucid.algorithm.settings import AdamWConfig, LRAdaptation
 from pellucid.distributed.deepspeed import ZeroEngine
 from pellucid.distributed.process_group import join_process_group, set_group_timeouts
 from pellucid.distributed.settings import RuntimeConfig
@@ -41,7 +41,7 @@ class Runtime:
         cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.optimizer_cfg, self.total_updates, self.updates = optimizer, total_updates, 0
-        self.lr_adaptation = optimizer.start_lr_adaptation()
+        self.lr_adaptation = LRAdaptation()
         self.max_micro_batch_rows = 0
         """The maximum rows in a forward pass since memory ran out; 0 if it never has."""
         self.out_of_memory_hint = "set a lower sampler.max_tokens"
@@ -157,4 +157,4 @@ class Runtime:
 
     def adapt_lr(self, update_kl: float) -> None:
         """Adapt the learning rate of the next steps to optimizer.desired_kl."""
-        self.lr_adaptation = self.optimizer_cfg.adapt_lr(self.lr_adaptation, update_kl)
+        self.lr_adaptation = self.optimizer_cfg.adapt_lr(self.lr_adaptation, update_kl, self.updates)
