@@ -158,6 +158,12 @@ def test_learning_rate_follows_the_running_mean():
     assert adapt(cfg, [1e-3] * 20 + [4.8e-3, 4.8e-3])[-2:] == [1.0, 1 / 1.5]
 
 
+def test_learning_rate_recovers_from_an_infinite_step():
+    factors = adapt(AdamWConfig(desired_kl=1e-3), [1e-3] * 4 + [math.inf] + [1e-3] * 40)
+    assert min(factors) < 0.5
+    assert 0.5 <= factors[-1] ** 2 <= 2
+
+
 def test_learning_rate_does_not_drift_if_few_steps_are_large():
     """Three steps of four hardly move the policy, and the fourth moves it by almost four times the desired KL."""
     factors = adapt(AdamWConfig(desired_kl=1e-3), [3e-5, 3e-5, 3e-5, 3.9e-3] * 50)

@@ -105,6 +105,8 @@ def test_checkpoint_holds_all_state_between_steps(recipe, tmp_path, monkeypatch,
         assert train(recipe, "--run", killed, *settings) == 130
     assert train("--resume", killed) == 0
     same_run(whole, killed)
+    last = [json.loads((list_checkpoints(run)[-1] / "state.json").read_text()) for run in (whole, killed)]
+    assert last[0]["lr_adaptation"] == last[1]["lr_adaptation"]
 
 
 @pytest.mark.slow

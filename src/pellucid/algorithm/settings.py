@@ -312,9 +312,9 @@ class AdamWConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate from the peak to the last step: constant, or falling to 0."""
     desired_kl: float = 0.0
-    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. After a step, the learning
-    rate is divided by 1.5 if the last steps would have moved it more than twice as far at the present rate, on average,
-    and multiplied by 1.5 if less than half as far. 0: the learning rate follows its schedule alone."""
+    """How far a step should move the policy: KL(old, new) in nats per token, such as 0.001. On average over about four
+    steps: while they move it more than twice as far, the learning rate is divided by 1.5; while they move it less than
+    half as far, it is multiplied by 1.5. 0: the learning rate follows its schedule alone."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -350,11 +350,11 @@ class AdamWConfig:
     def adapt_lr(self, adaptation: LRAdaptation, update_kl: float, update: int) -> LRAdaptation:
         """Adapt the learning rate after optimizer step `update`, counted from 1.
 
-        The thresholds and the factor are those of KLAdaptiveLR in TorchRL and in rsl_rl, which compare them with one
-        step. A step on few groups whose rewards differ moves the policy a hundred times as far as another, or as
-        little. So they are compared with a running mean here. The KL of a small step is quadratic in the learning rate,
-        so that steps at other rates count as if they had been at the present one. In the warmup, when Adam's steps
-        shrink, the rate only falls, by the last step alone.
+        The thresholds and the factor are those of KLAdaptiveLR in TorchRL and in rsl_rl, which look at the last step
+        alone. But one step may move the policy a hundred times as far as the next, if few groups have rewards that
+        differ. So the thresholds are compared with a running mean here. The KL of a small step is quadratic in the
+        learning rate, so each step counts as if it had been taken at the present rate. During the warmup, Adam's steps
+        still shrink: only the last step counts, and the rate can only fall.
 
         Args:
             adaptation: Where the steps before have led to.
